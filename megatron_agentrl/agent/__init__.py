@@ -1,0 +1,1 @@
+"""What a user writes against: Task, Agent, Env, Result, rewards."""

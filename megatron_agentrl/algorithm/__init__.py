@@ -1,0 +1,1 @@
+"""Advantages, corrections, losses, KL: pure functions on tensors."""

@@ -1,0 +1,1 @@
+"""The command line and the entry point of each process."""

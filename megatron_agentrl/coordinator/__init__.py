@@ -1,0 +1,1 @@
+"""Admission, ledger, batch plan, version registry: receipts, never token payloads."""

@@ -1,0 +1,1 @@
+"""Which rows and columns of which Hugging Face tensor a rank holds, as values. No torch."""

@@ -1,0 +1,1 @@
+"""The typed recipe: schema, loading and validation. Imports no torch."""

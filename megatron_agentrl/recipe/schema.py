@@ -1,0 +1,320 @@
+"""The recipe: every value a run can be given, typed and documented.
+
+One dataclass per concern; the string below a field is its documentation (printed by
+`megatron-agentrl recipe`). This module holds no logic and imports no torch: loading is
+`recipe.load`, legality is `recipe.validate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Init(str, Enum):
+    pretrained = "pretrained"
+    random = "random"
+
+
+class Dtype(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Source(str, Enum):
+    jsonl = "jsonl"
+    reasoning_gym = "reasoning_gym"
+
+
+class Advantage(str, Enum):
+    rloo = "rloo"
+    grpo = "grpo"
+    mean = "mean"
+
+
+class Proximal(str, Enum):
+    behaviour = "behaviour"
+    recomputed = "recomputed"
+
+
+class OnFailure(str, Enum):
+    stop = "stop"
+
+
+class Schedule(str, Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass
+class Model:
+    path: str = "???"
+    """Hugging Face folder: config.json, tokenizer.json, chat template and (when `init=pretrained`) safetensors."""
+    init: Init = Init.pretrained
+    """`pretrained` reads the folder's safetensors; `random` draws weights from `seed` (the folder then needs none)."""
+    dtype: Dtype = Dtype.fp32
+    """Type the trainer computes in. `bf16` keeps fp32 master weights."""
+    max_length: int = 4096
+    """Longest sequence, in tokens, that engine and trainer accept."""
+
+
+@dataclass
+class Topology:
+    world: int = 1
+    """Trainer processes (one per GPU; on a CPU one per process)."""
+    tp: int = 1
+    """Tensor-parallel size."""
+    pp: int = 1
+    """Pipeline-parallel size."""
+    vpp: int = 1
+    """Virtual pipeline stages per rank."""
+    cp: int = 1
+    """Context-parallel size."""
+    ep: int = 1
+    """Expert-parallel size."""
+    etp: int | None = None
+    """Expert-tensor-parallel size; null follows `tp`."""
+    sequence_parallel: bool = False
+    """Shard activations along the sequence inside tensor-parallel groups (needs tp > 1)."""
+    threads: int = 1
+    """CPU threads of each trainer process."""
+
+
+@dataclass
+class Optimizer:
+    """Shared by the reinforcement phase (`optimizer`) and the warm start (`warm_start.optimizer`)."""
+
+    name: str = "adam"
+    """`adam` (decoupled weight decay) or `sgd`."""
+    lr: float = 1e-6
+    """Peak learning rate."""
+    schedule: Schedule = Schedule.constant
+    """Decay after the warm-up: `constant`, `linear` or `cosine`, down to `min_lr_fraction` at the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up; step k of them uses lr * k / warmup_steps."""
+    min_lr_fraction: float = 0.0
+    """Final learning rate as a fraction of `lr`."""
+    beta1: float = 0.9
+    """Adam's first-moment decay."""
+    beta2: float = 0.95
+    """Adam's second-moment decay."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    clip_grad: float = 1.0
+    """Global gradient-norm clip; 0 turns it off."""
+    router_bias_rate: float = 0.0
+    """Step of the aux-loss-free expert-bias update (sign rule); 0 freezes the bias."""
+
+
+@dataclass
+class WarmStart:
+    steps: int = 0
+    """Supervised steps before reinforcement; 0 skips the phase."""
+    data: str | None = None
+    """JSONL (optionally .gz) of demonstrations: {"messages": [...]}; assistant turns are trained on."""
+    batch: int = 64
+    """Demonstrations per optimizer step."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    """Optimizer of the supervised phase."""
+
+
+@dataclass
+class Data:
+    source: Source = Source.jsonl
+    """Where prompts come from: `jsonl` files or a `reasoning_gym` task."""
+    prompts: str | None = None
+    """Training prompts (JSONL, optionally .gz): `prompt` or `messages`, `answer`, any other keys as metadata."""
+    eval: str | None = None
+    """Held-out prompts, same format. A training prompt that also stands here is refused."""
+    task: str | None = None
+    """reasoning-gym task name when `source=reasoning_gym`, e.g. chain_sum."""
+    size: int = 4096
+    """Training prompts to draw when `source=reasoning_gym`."""
+    eval_size: int = 256
+    """Held-out prompts to draw when `source=reasoning_gym`."""
+    shuffle: bool = True
+    """Shuffle the prompts anew each epoch (from `seed`)."""
+    epochs: int | None = None
+    """Stop after this many passes over the prompts; null repeats them for as long as steps remain."""
+
+
+@dataclass
+class Agent:
+    cls: str = "megatron_agentrl.agent.builtin:SingleTurnAgent"
+    """`module:Class` of the agent; it is given the task and a chat endpoint and returns a Result."""
+    max_turns: int = 4
+    """Policy turns after which a trajectory ends."""
+    timeout: float = 120.0
+    """Seconds one trajectory may take; then it counts as a failure of kind `timeout`."""
+    concurrency: int = 256
+    """Trajectories one worker process runs at once."""
+    workers: int = 1
+    """Agent worker processes."""
+    retries: int = 2
+    """How often a trajectory that failed for infrastructure reasons is asked again before it counts as failed."""
+
+
+@dataclass
+class Sampling:
+    temperature: float = 1.0
+    """Sampling temperature. The trainer divides its logits by the same number."""
+    max_tokens: int = 512
+    """Longest policy turn, in tokens."""
+    max_response_tokens: int = 2048
+    """Policy tokens a whole trajectory may hold."""
+
+
+@dataclass
+class Rollout:
+    engine: str = "auto"
+    """`vllm` (GPU), `vllm-cpu`, or `auto` (by what the machine has)."""
+    replicas: int = 1
+    """Engine replicas."""
+    tp: int = 1
+    """Tensor-parallel size of one engine replica."""
+    dtype: Dtype = Dtype.fp32
+    """Type the engine computes in."""
+    max_num_seqs: int = 128
+    """Sequences an engine decodes at once."""
+    max_batched_tokens: int = 8192
+    """Tokens an engine schedules in one step."""
+    kv_cache_gib: float = 1.0
+    """Key/value cache of a CPU engine in GiB."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that an engine on a GPU may take."""
+    threads: int = 1
+    """CPU threads of each engine process."""
+    start_timeout: float = 300.0
+    """Seconds an engine may take to come up."""
+    request_timeout: float = 120.0
+    """Seconds one generation request may take."""
+
+
+@dataclass
+class Staleness:
+    eta: int = 1
+    """Largest allowed staleness: version a step starts from minus the version that sampled the token. 0 is synchronous."""
+
+
+@dataclass
+class Weights:
+    canary_tolerance: float = 1e-4
+    """Largest |trainer logprob − engine logprob| on the canary sequences for an update to be accepted."""
+    canary_tokens: int = 48
+    """Length of each canary sequence, in tokens."""
+    clear_cache: bool = True
+    """Recompute the caches of in-flight requests after an update (false keeps the old keys and values)."""
+    deadline: float = 120.0
+    """Seconds a whole publish may take."""
+
+
+@dataclass
+class Algorithm:
+    advantage: Advantage = Advantage.rloo
+    """Estimator over a group: `rloo`, `grpo` (mean and sample std) or `mean` (mean baseline only)."""
+    group_size: int = 8
+    """Trajectories per prompt."""
+    clip_low: float = 0.2
+    """PPO clip: ratio is kept above 1 − clip_low."""
+    clip_high: float = 0.28
+    """PPO clip: ratio is kept below 1 + clip_high."""
+    proximal: Proximal = Proximal.behaviour
+    """What the clipped ratio is taken against: the engine's logprobs, or the trainer's own at the start of the step."""
+    importance_cap: float = 2.0
+    """Truncation of the token-level importance weight trainer/engine (with `proximal=recomputed`)."""
+    kl_coef: float = 0.0
+    """Weight of the k3 KL to the reference policy (the weights the reinforcement phase started from)."""
+    shuffle_rewards: bool = False
+    """Control experiment: permute the rewards within the batch. Learning must vanish."""
+
+
+@dataclass
+class Train:
+    steps: int = 100
+    """Reinforcement steps (policy updates)."""
+    batch: int = 16
+    """Groups (prompts) per step."""
+    micro_batch_tokens: int = 4096
+    """Padded tokens (rows x longest row) one micro-batch may hold on a rank."""
+
+
+@dataclass
+class Eval:
+    every: int = 20
+    """Steps between held-out evaluations; 0 evaluates only before and after."""
+    temperature: float = 1.0
+    """Sampling temperature of the evaluation; 0 is greedy."""
+    size: int | None = None
+    """Held-out prompts to use; null takes all."""
+
+
+@dataclass
+class Checkpoint:
+    every: int = 20
+    """Steps between checkpoints (one is always written at the end); 0 writes only that one."""
+    keep: int = 2
+    """Newest checkpoints to keep."""
+
+
+@dataclass
+class Ports:
+    host: str = "127.0.0.1"
+    """Interface that the run's own servers listen on."""
+    coordinator: int = 0
+    """Port of the coordinator; 0 picks a free one."""
+    gateway: int = 0
+    """Port of the gateway; 0 picks a free one."""
+    engine: int = 0
+    """Port of the first engine, the next replicas take the following ones; 0 picks free ones."""
+
+
+@dataclass
+class Deadlines:
+    batch: float = 300.0
+    """Seconds the trainer waits for a batch before the run ends, naming who is late."""
+    start: float = 300.0
+    """Seconds any process may take to report that it is ready."""
+    stop: float = 10.0
+    """Seconds a process may take to stop before it is killed."""
+    eval: float = 300.0
+    """Seconds one held-out evaluation may take."""
+
+
+@dataclass
+class Observe:
+    tensorboard: bool = True
+    """Write TensorBoard events beside the JSONL metrics."""
+    live: bool | None = None
+    """Live view on a terminal; null decides by whether stdout is one."""
+
+
+@dataclass
+class Recipe:
+    seed: int = 0
+    """Seed of weights, data order and sampling controls."""
+    run_root: str = "runs"
+    """Folder that holds the run folders."""
+    run_name: str | None = None
+    """Name of the run folder (plain word); null takes the recipe's name."""
+    on_failure: OnFailure = OnFailure.stop
+    """What a dead process does to the run: `stop` ends it with the process's name and last log lines."""
+    model: Model = field(default_factory=Model)
+    topology: Topology = field(default_factory=Topology)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    warm_start: WarmStart = field(default_factory=WarmStart)
+    data: Data = field(default_factory=Data)
+    agent: Agent = field(default_factory=Agent)
+    sampling: Sampling = field(default_factory=Sampling)
+    rollout: Rollout = field(default_factory=Rollout)
+    staleness: Staleness = field(default_factory=Staleness)
+    weights: Weights = field(default_factory=Weights)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    ports: Ports = field(default_factory=Ports)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    observe: Observe = field(default_factory=Observe)

@@ -1,0 +1,1 @@
+"""Engine processes and their clients, the engine pool, agent workers."""

@@ -1,0 +1,1 @@
+"""Megatron-Core: topology, model, step, optimizer, checkpoint."""

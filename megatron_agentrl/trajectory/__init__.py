@@ -1,0 +1,1 @@
+"""Token-faithful traces: interactions, segments, trajectories, receipts; codec and spool."""

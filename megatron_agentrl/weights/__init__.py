@@ -1,0 +1,1 @@
+"""Trainer shards to engines: the publish protocol, the Engine interface it needs, transports."""
