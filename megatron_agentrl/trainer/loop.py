@@ -1,0 +1,325 @@
+"""The trainer's phases: warm start, reinforcement, export. Every rank runs the same code.
+
+Rank 0 alone talks to the coordinator and the engines; what it learns reaches the other ranks by broadcast,
+so that all ranks enter the same collectives in the same order. The loop owns no numerics: batches are
+`trainer.batch`, the step is `trainer.step`, the estimators are `algorithm`.
+
+Version v is the weights after v reinforcement steps; step v starts from version v and makes v + 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from megatron_agentrl.algorithm.advantages import group_advantages
+from megatron_agentrl.data.demonstrations import Demonstrations
+from megatron_agentrl.observe.events import EventLog
+from megatron_agentrl.observe.metrics import MetricsWriter
+from megatron_agentrl.recipe.schema import Recipe
+from megatron_agentrl.trainer import canary, checkpoint
+from megatron_agentrl.trainer.batch import MicroBatch, Row, rl_micro_batch, sft_micro_batch
+from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
+from megatron_agentrl.trainer.losses import rl_loss, sft_loss
+from megatron_agentrl.trainer.optimizer import Phase, build_optimizer, learning_rate
+from megatron_agentrl.trainer.reference import Reference
+from megatron_agentrl.trainer.step import forward_logprobs, train_step
+from megatron_agentrl.trainer.topology import Rank
+from megatron_agentrl.trainer.weights_io import iterate_hf, save_hf
+from megatron_agentrl.trajectory.spool import read as read_spool
+from megatron_agentrl.trajectory.types import Receipt
+from megatron_agentrl.weights.engine import Engine
+from megatron_agentrl.weights.publish import Canary, PublishReport, publish
+
+T = TypeVar("T")
+
+
+@dataclass
+class Trainer:
+    """What every phase needs. The last four are None on ranks other than 0."""
+
+    recipe: Recipe
+    run_dir: Path
+    rank: Rank
+    hf_config: dict[str, Any]
+    model: list[torch.nn.Module]
+    pad_id: int
+    events: EventLog
+    metrics: MetricsWriter | None = None
+    coordinator: CoordinatorClient | None = None
+    engines: list[Engine] | None = None
+    on_engine_state: Callable[[str, str, int | None], None] | None = None
+
+    @property
+    def first(self) -> bool:
+        return dist.get_rank() == 0
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+
+def from_rank0(make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank. An exception on rank 0 is raised there; the run ends with it."""
+    box = [make() if dist.get_rank() == 0 else None]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]  # type: ignore[return-value]
+
+
+# --- warm start -----------------------------------------------------------------------------------
+
+
+def warm_start(t: Trainer, demonstrations: Demonstrations) -> None:
+    """Supervised steps on demonstrations; the global batch is cut over data-parallel ranks."""
+    ws = t.recipe.warm_start
+    optimizer = build_optimizer(t.model, ws.optimizer)
+    for step in range(1, ws.steps + 1):
+        t0 = time.perf_counter()
+        lr = learning_rate(ws.optimizer, step, ws.steps)
+        rows = demonstrations.batch(step - 1, ws.batch)[t.rank.dp :: t.rank.dp_size]
+        micro_batches = list(_sft_micro_batches(t, rows))
+        count = _common_count(len(micro_batches))
+        micro_batches += [MicroBatch.empty(t.pad_id)] * (count - len(micro_batches))
+        result = train_step(t.model, optimizer, micro_batches, sft_loss, lr, name=f"warm start step {step}")
+        if t.metrics is not None:
+            seconds = time.perf_counter() - t0
+            t.metrics.log(
+                "warm_start",
+                step,
+                {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "tokens": result.tokens, "seconds": seconds},
+            )
+            if t.coordinator is not None and (step % 10 == 0 or step == ws.steps):
+                t.coordinator.progress(phase="warm start", step=step, of=ws.steps, loss=result.loss)
+
+
+def _sft_micro_batches(t: Trainer, rows: list[tuple[list[int], list[int]]]) -> Iterator[MicroBatch]:
+    """Rows in order of length, cut so that rows x longest stays within the recipe's micro-batch."""
+    chunk: list[tuple[list[int], list[int]]] = []
+    for row in sorted(rows, key=lambda r: len(r[0])):
+        if chunk and (len(chunk) + 1) * len(row[0]) > t.recipe.train.micro_batch_tokens:
+            yield sft_micro_batch(chunk, t.pad_id)
+            chunk = []
+        chunk.append(row)
+    if chunk:
+        yield sft_micro_batch(chunk, t.pad_id)
+
+
+def _common_count(count: int) -> int:
+    """The largest number of micro-batches any rank has: all must run that many."""
+    if dist.get_world_size() == 1:
+        return count
+    largest = torch.tensor(count)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+# --- reinforcement --------------------------------------------------------------------------------
+
+
+def reinforce(t: Trainer, resume_at: int | None) -> int:
+    """Reinforcement steps on from the checkpoint of version `resume_at` (None: from the present weights).
+
+    Held-out evaluations stand before the first step, every `eval.every` steps and after the last.
+    Returns the last version.
+    """
+    recipe = t.recipe
+    optimizer = build_optimizer(t.model, recipe.optimizer)
+    reference = Reference(t.model) if recipe.algorithm.kl_coef > 0 else None
+    version = resume_at or 0
+    if resume_at is None:
+        save_checkpoint(t, optimizer, 0)  # what the warm start cost is not lost to a stop before the next checkpoint
+    else:
+        folder = t.checkpoints / f"step_{resume_at}"
+        checkpoint.load(folder, t.model, optimizer)
+        if t.first:
+            assert t.coordinator is not None
+            t.coordinator.resume(resume_at, str(folder))
+    publish_version(t, version)
+    if version == 0:
+        evaluate(t, "before", version)
+    while version < recipe.train.steps:
+        t0 = time.perf_counter()
+        with t.events.span("wait", step=version):
+            plan = from_rank0(lambda v=version: t.coordinator.batch(v, recipe.deadlines.batch))  # type: ignore[union-attr, misc]
+        if plan is None:
+            break
+        t1 = time.perf_counter()
+        with t.events.span("train", step=version):
+            values = _rl_step(t, optimizer, plan, version, reference)
+        if t.first:
+            t.coordinator.step_done(version, values)  # type: ignore[union-attr]
+        t2 = time.perf_counter()
+        version += 1
+        with t.events.span("publish", version=version):
+            publish_version(t, version)
+        t3 = time.perf_counter()
+        if recipe.checkpoint.every and version % recipe.checkpoint.every == 0 and version < recipe.train.steps:
+            save_checkpoint(t, optimizer, version)
+        if t.metrics is not None:
+            values["seconds"] = {"wait": t1 - t0, "train": t2 - t1, "publish": t3 - t2, "checkpoint": time.perf_counter() - t3}
+            t.metrics.log("train", version, values)
+        if recipe.eval.every and version % recipe.eval.every == 0 and version < recipe.train.steps:
+            evaluate(t, "during", version)
+    save_checkpoint(t, optimizer, version)
+    evaluate(t, "after", version)
+    return version
+
+
+def _rl_step(t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, reference: Reference | None) -> dict[str, Any]:
+    recipe = t.recipe
+    rewards = [list(map(float, g["rewards"])) for g in plan["groups"]]
+    if recipe.algorithm.shuffle_rewards:
+        rewards = _shuffled(rewards, recipe.seed, version)
+    advantages = [group_advantages(recipe.algorithm.advantage, r) for r in rewards]
+    micro_batches = []
+    for entries in plan["ranks"][t.rank.dp]:
+        rows: list[Row] = []
+        for entry in entries:
+            receipt = msgspec.convert(entry["receipt"], Receipt, strict=False)
+            trajectory = read_spool(t.run_dir, receipt.where)
+            advantage = float(advantages[entry["group"]][entry["member"]])
+            rows += [Row(segment, advantage) for segment in trajectory.segments]
+        batch = rl_micro_batch(rows, t.pad_id, version, recipe.staleness.eta) if rows else MicroBatch.empty(t.pad_id)
+        micro_batches.append(batch)
+    temperature = recipe.sampling.temperature
+    if reference is not None:
+        with reference.swapped_in():
+            for batch, logprobs_BT in zip(micro_batches, forward_logprobs(t.model, micro_batches, temperature), strict=True):
+                batch.columns["reference"] = logprobs_BT
+    result = train_step(
+        t.model,
+        optimizer,
+        micro_batches,
+        rl_loss(recipe.algorithm),
+        learning_rate(recipe.optimizer, version + 1, recipe.train.steps),
+        name=f"step {version}",
+        temperature=temperature,
+        tokens=plan["tokens"],
+    )
+    stale = _staleness(plan, version, recipe.staleness.eta)
+    flat = [r for g in plan["groups"] for r in g["rewards"]]
+    return {
+        "reward": sum(flat) / len(flat),
+        "groups": len(plan["groups"]),
+        "rows": len(flat) - plan["skipped"],
+        "rows_without_signal": plan["skipped"],
+        "padding": plan["padding"],
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": learning_rate(recipe.optimizer, version + 1, recipe.train.steps),
+        "tokens_trained": plan["tokens"],
+        **plan.get("metrics", {}),
+        **stale,
+        **result.metrics,
+    }
+
+
+def _shuffled(rewards: list[list[float]], seed: int, version: int) -> list[list[float]]:
+    """The control experiment: rewards permuted over the whole batch, the same way on every rank."""
+    flat = [r for group in rewards for r in group]
+    order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed * 1_000_003 + version)).tolist()
+    permuted = iter([flat[i] for i in order])
+    return [list(itertools.islice(permuted, len(group))) for group in rewards]
+
+
+def _staleness(plan: dict[str, Any], version: int, eta: int) -> dict[str, float]:
+    """Mean and maximum staleness over the trained tokens of the rows in the micro-batches."""
+    counts: dict[int, int] = {}
+    for rank in plan["ranks"]:
+        for entries in rank:
+            for entry in entries:
+                for v, n in entry["receipt"]["sampled"].items():
+                    age = version - int(v)
+                    if 0 <= age <= eta:
+                        counts[age] = counts.get(age, 0) + n
+    total = sum(counts.values())
+    if total == 0:
+        return {"staleness_mean": 0.0, "staleness_max": 0}
+    return {"staleness_mean": sum(a * n for a, n in counts.items()) / total, "staleness_max": max(counts)}
+
+
+# --- publish, evaluate, save ----------------------------------------------------------------------
+
+
+def publish_version(t: Trainer, version: int) -> PublishReport | None:
+    """Moves the trainer's weights to every engine and has them proven. Collective."""
+    weights = t.recipe.weights
+    rows = canary.score(t.model, t.hf_config["vocab_size"], weights.canary_tokens, seed=t.recipe.seed)
+    tensors = iterate_hf(t.model, t.hf_config, t.rank, t.recipe.rollout.dtype)
+    if not t.first:
+        for _ in tensors:
+            pass
+        return None
+    assert t.engines is not None and t.coordinator is not None and t.metrics is not None
+    report = publish(
+        version,
+        tensors,
+        t.engines,
+        Canary([r.ids for r in rows], [r.logprobs for r in rows], weights.canary_tolerance),
+        clear_cache=weights.clear_cache,
+        deadline=weights.deadline,
+        on_state=t.on_engine_state,
+    )
+    for engine in report.engines:
+        t.coordinator.version(version, engine.name, "proven" if engine.proven else "failed", engine.gap, report.total_s)
+    t.metrics.log("publish", version, report.as_metrics())
+    report.raise_unless_serving()
+    return report
+
+
+def evaluate(t: Trainer, tag: str, version: int) -> None:
+    """Held-out evaluation on the present weights; rank 0 waits for it, the others wait for rank 0."""
+
+    def run() -> bool:
+        assert t.coordinator is not None and t.metrics is not None
+        t0 = time.perf_counter()
+        with t.events.span("eval", tag=tag, version=version):
+            reply = t.coordinator.evaluate(tag, version, t.recipe.deadlines.eval)
+        t.metrics.log(
+            "eval",
+            version,
+            {
+                "tag": tag,
+                "version": version,
+                "size": reply["size"],
+                "finished": reply["finished"],
+                "success": reply["success"],
+                "tokens_sampled": reply["tokens"],
+                **reply["metrics"],
+                "seconds": time.perf_counter() - t0,
+            },
+        )
+        return True
+
+    from_rank0(run)
+
+
+def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
+    with t.events.span("checkpoint", version=version):
+        folder = checkpoint.save(t.checkpoints, t.model, optimizer, version, extra={"version": version})
+        if t.first and t.coordinator is not None:
+            t.coordinator.checkpoint(version, str(folder))
+        if t.first:
+            checkpoint.prune(t.checkpoints, t.recipe.checkpoint.keep)
+
+
+def export(t: Trainer, folder: Path) -> None:
+    """Writes the model as a Hugging Face checkpoint. Collective."""
+    tensors = iterate_hf(t.model, t.hf_config, t.rank, t.recipe.model.dtype)
+    with t.events.span("export"):
+        if t.first:
+            save_hf(folder, Path(t.recipe.model.path), tensors)
+        else:
+            for _ in tensors:
+                pass
+        if dist.get_world_size() > 1:
+            dist.barrier()
