@@ -22,6 +22,7 @@ install: $(STAMP)
 # builds, which do not load beside a CPU torch and are not used, so they go again.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --upgrade pip
 	$(BIN)/pip install -q $(if $(TORCH_WHEELS),--find-links $(TORCH_WHEELS)) "$(TORCH)" || \
 	$(BIN)/pip install -q --extra-index-url https://download.pytorch.org/whl/cpu "$(TORCH)"
 	$(BIN)/pip install -q --no-deps --ignore-requires-python megatron-core==0.19.2
