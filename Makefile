@@ -9,6 +9,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_WHEELS ?=
 TORCH := torch==2.13.0+cpu
 BIN := .venv/bin
+PIP := $(PIP) --no-compile
 STAMP := .venv/.installed
 ARGS ?=
 
@@ -22,11 +23,11 @@ install: $(STAMP)
 # builds, which do not load beside a CPU torch and are not used, so they go again.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q $(if $(TORCH_WHEELS),--find-links $(TORCH_WHEELS)) "$(TORCH)" || \
-	$(BIN)/pip install -q --extra-index-url https://download.pytorch.org/whl/cpu "$(TORCH)"
-	$(BIN)/pip install -q --no-deps --ignore-requires-python megatron-core==0.19.2
-	$(BIN)/pip install -q -e ".[cpu,dev]"
+	$(PIP) --upgrade pip
+	$(PIP) $(if $(TORCH_WHEELS),--find-links $(TORCH_WHEELS)) "$(TORCH)" || \
+	$(PIP) --extra-index-url https://download.pytorch.org/whl/cpu "$(TORCH)"
+	$(PIP) --no-deps --ignore-requires-python megatron-core==0.19.2
+	$(PIP) -e ".[cpu,dev]"
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton
 	touch $(STAMP)
 
