@@ -9,7 +9,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_WHEELS ?=
 TORCH := torch==2.13.0+cpu
 BIN := .venv/bin
-PIP := $(PIP) --no-compile
+PIP := $(BIN)/pip install -q --no-compile
 STAMP := .venv/.installed
 ARGS ?=
 
