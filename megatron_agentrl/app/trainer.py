@@ -42,7 +42,7 @@ def main() -> None:
         cpu_megatron.install()
     from megatron_agentrl.data.demonstrations import Demonstrations
     from megatron_agentrl.rollout.client import VllmEngine
-    from megatron_agentrl.trainer import checkpoint, loop, model, topology
+    from megatron_agentrl.trainer import checkpoint, loop, model, optimizer, topology
     from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
     from megatron_agentrl.trainer.random_init import write_random
     from megatron_agentrl.trainer.weights_io import load_hf
@@ -52,9 +52,21 @@ def main() -> None:
     hf_config = json.loads((source / "config.json").read_text())
     events = EventLog(args.run, f"trainer-{args.index}")
     newest = checkpoint.newest(args.run / "checkpoints")
-    t = loop.Trainer(recipe, args.run, rank, hf_config, model.build(hf_config, recipe, rank), _pad_id(hf_config), events)
+    resume_at = None if newest.path is None else newest.step
+    if args.mode == "export" and newest.path is None:
+        raise SystemExit(f"{args.run}: no complete checkpoint to export ({'; '.join(newest.skipped) or 'none was written'})")
+    t = loop.Trainer(recipe, args.run, rank, hf_config, [], _pad_id(hf_config), events)
+    with events.span("load"):
+        models = model.build(hf_config, recipe, rank)
+        if resume_at is None:
+            if recipe.model.init is Init.random:
+                source = loop.from_rank0(lambda: write_random(args.run / "init", source, recipe.seed))
+            load_hf(models, hf_config, source, rank)
+        t.models = optimizer.wrap(models, recipe.optimizer)
     if t.first and args.mode != "export":
-        t.metrics = MetricsWriter(args.run, recipe.observe.tensorboard, resume_at=newest)
+        t.metrics = MetricsWriter(args.run, recipe.observe.tensorboard, resume_at=resume_at)
+        for reason in newest.skipped:
+            print(f"checkpoint passed over: {reason}", flush=True)
     if t.first and args.mode == "train":
         t.coordinator = CoordinatorClient(endpoints.coordinator, endpoints.token)
         t.engines = [
@@ -63,19 +75,14 @@ def main() -> None:
         ]
         t.on_engine_state = _gateway_state(endpoints)
 
-    with events.span("load"):
-        if newest is None:
-            if recipe.model.init is Init.random:
-                source = loop.from_rank0(lambda: write_random(args.run / "init", Path(recipe.model.path), recipe.seed))
-            load_hf(t.model, hf_config, source, rank)
-        elif args.mode == "export":
-            checkpoint.load_model(args.run / "checkpoints" / f"step_{newest}", t.model)
-    if args.mode != "export" and newest is None and recipe.warm_start.steps:
+    if args.mode == "export":
+        checkpoint.load_weights(newest.path, t.models)
+    elif resume_at is None and recipe.warm_start.steps:
         assert recipe.warm_start.data is not None
         with events.span("warm_start"):
             loop.warm_start(t, Demonstrations(Path(recipe.warm_start.data), Path(recipe.model.path), recipe.seed))
     if args.mode == "train":
-        loop.reinforce(t, newest)
+        loop.reinforce(t, resume_at)
     loop.export(t, args.run / "export")
     events.close()
     topology.shutdown()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
@@ -37,7 +38,7 @@ def candidates(vocabulary: int, length: int, count: int, seed: int) -> torch.Ten
 
 
 @contextlib.contextmanager
-def router_margins(model: list[torch.nn.Module], rows: int) -> Iterator[torch.Tensor]:
+def router_margins(models: list[Any], rows: int) -> Iterator[torch.Tensor]:
     """Yields margin_B, filled during the forwards inside: per row the smallest top-k margin over layers and positions."""
     margin_B = torch.full((rows,), float("inf"))
 
@@ -53,7 +54,7 @@ def router_margins(model: list[torch.nn.Module], rows: int) -> Iterator[torch.Te
         gap_B = (best[..., -2] - best[..., -1]).amin(dim=0).cpu()
         margin_B.copy_(torch.minimum(margin_B, gap_B))
 
-    handles = [m.register_forward_hook(watch) for chunk in model for m in chunk.modules() if isinstance(m, TopKRouter)]
+    handles = [m.register_forward_hook(watch) for chunk in models for m in chunk.modules() if isinstance(m, TopKRouter)]
     try:
         yield margin_B
     finally:
@@ -62,13 +63,13 @@ def router_margins(model: list[torch.nn.Module], rows: int) -> Iterator[torch.Te
 
 
 @torch.no_grad()
-def score(model: list[torch.nn.Module], vocabulary: int, length: int, seed: int, rows: int = 2) -> list[CanaryRow]:
+def score(models: list[Any], vocabulary: int, length: int, seed: int, rows: int = 2) -> list[CanaryRow]:
     """The trainer's own scores of `rows` decisive canary rows. Collective: every rank calls it with the same arguments."""
     count = 4 * rows
     ids_BT = candidates(vocabulary, length, count, seed)
     batch = MicroBatch(ids_BT=ids_BT, lengths_B=torch.full((count,), length), columns={"mask": torch.ones(count, length)})
-    with router_margins(model, count) as margin_B:
-        logprobs_BT = forward_logprobs(model, [batch], temperature=1.0)[0].cpu()
+    with router_margins(models, count) as margin_B:
+        logprobs_BT = forward_logprobs(models, [batch], temperature=1.0)[0].cpu()
     # The most decisive rows, in a stable order; all rows qualify where nothing is routed.
     chosen = sorted(range(count), key=lambda b: (margin_B[b].item() < DECISIVE, b))[:rows]
     return [CanaryRow(ids_BT[b].tolist(), logprobs_BT[b].tolist()) for b in chosen]

@@ -24,12 +24,12 @@ from megatron_agentrl.algorithm.advantages import group_advantages
 from megatron_agentrl.data.demonstrations import Demonstrations
 from megatron_agentrl.observe.events import EventLog
 from megatron_agentrl.observe.metrics import MetricsWriter
-from megatron_agentrl.recipe.schema import Recipe
+from megatron_agentrl.recipe.schema import Dtype, Recipe
 from megatron_agentrl.trainer import canary, checkpoint
 from megatron_agentrl.trainer.batch import MicroBatch, Row, rl_micro_batch, sft_micro_batch
 from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
 from megatron_agentrl.trainer.losses import rl_loss, sft_loss
-from megatron_agentrl.trainer.optimizer import Phase, build_optimizer, learning_rate
+from megatron_agentrl.trainer.optimizer import build, learning_rate
 from megatron_agentrl.trainer.reference import Reference
 from megatron_agentrl.trainer.step import forward_logprobs, train_step
 from megatron_agentrl.trainer.topology import Rank
@@ -41,16 +41,18 @@ from megatron_agentrl.weights.publish import Canary, PublishReport, publish
 
 T = TypeVar("T")
 
+TORCH_DTYPE = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
+
 
 @dataclass
 class Trainer:
-    """What every phase needs. The last four are None on ranks other than 0."""
+    """What every phase needs. `models` are the wrapped chunks. The last four are None on ranks other than 0."""
 
     recipe: Recipe
     run_dir: Path
     rank: Rank
     hf_config: dict[str, Any]
-    model: list[torch.nn.Module]
+    models: list[Any]
     pad_id: int
     events: EventLog
     metrics: MetricsWriter | None = None
@@ -81,15 +83,15 @@ def from_rank0(make: Callable[[], T]) -> T:
 def warm_start(t: Trainer, demonstrations: Demonstrations) -> None:
     """Supervised steps on demonstrations; the global batch is cut over data-parallel ranks."""
     ws = t.recipe.warm_start
-    optimizer = build_optimizer(t.model, ws.optimizer)
+    optimizer = build(t.models, ws.optimizer)
     for step in range(1, ws.steps + 1):
         t0 = time.perf_counter()
         lr = learning_rate(ws.optimizer, step, ws.steps)
-        rows = demonstrations.batch(step - 1, ws.batch)[t.rank.dp :: t.rank.dp_size]
-        micro_batches = list(_sft_micro_batches(t, rows))
-        count = _common_count(len(micro_batches))
-        micro_batches += [MicroBatch.empty(t.pad_id)] * (count - len(micro_batches))
-        result = train_step(t.model, optimizer, micro_batches, sft_loss, lr, name=f"warm start step {step}")
+        rows = demonstrations.batch(step - 1, ws.batch)
+        tokens = sum(sum(mask[1:]) for _, mask in rows)  # the first id has nothing before it to be predicted from
+        micro_batches = list(_sft_micro_batches(t, rows[t.rank.dp :: t.rank.dp_size]))
+        micro_batches += [MicroBatch.empty()] * (_largest(len(micro_batches)) - len(micro_batches))
+        result = train_step(t.models, optimizer, micro_batches, sft_loss, lr=lr, tokens=tokens, step=step)
         if t.metrics is not None:
             seconds = time.perf_counter() - t0
             t.metrics.log(
@@ -113,8 +115,8 @@ def _sft_micro_batches(t: Trainer, rows: list[tuple[list[int], list[int]]]) -> I
         yield sft_micro_batch(chunk, t.pad_id)
 
 
-def _common_count(count: int) -> int:
-    """The largest number of micro-batches any rank has: all must run that many."""
+def _largest(count: int) -> int:
+    """The largest count over the ranks: all must run that many micro-batches."""
     if dist.get_world_size() == 1:
         return count
     largest = torch.tensor(count)
@@ -132,14 +134,14 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
     Returns the last version.
     """
     recipe = t.recipe
-    optimizer = build_optimizer(t.model, recipe.optimizer)
-    reference = Reference(t.model) if recipe.algorithm.kl_coef > 0 else None
+    optimizer = build(t.models, recipe.optimizer)
+    reference = _reference(t, resume_at)
     version = resume_at or 0
     if resume_at is None:
         save_checkpoint(t, optimizer, 0)  # what the warm start cost is not lost to a stop before the next checkpoint
     else:
         folder = t.checkpoints / f"step_{resume_at}"
-        checkpoint.load(folder, t.model, optimizer)
+        checkpoint.load(folder, t.models, optimizer)
         if t.first:
             assert t.coordinator is not None
             t.coordinator.resume(resume_at, str(folder))
@@ -174,6 +176,18 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
     return version
 
 
+def _reference(t: Trainer, resume_at: int | None) -> Reference | None:
+    """The weights the reinforcement phase starts from, kept on disk so that a resumed run has the same ones."""
+    if t.recipe.algorithm.kl_coef == 0:
+        return None
+    folder = t.checkpoints / "reference"
+    if resume_at is None:
+        checkpoint.save_weights(folder, t.models)
+    else:
+        checkpoint.load_weights(folder, t.models)  # the policy's own weights follow from its checkpoint
+    return Reference(t.models)
+
+
 def _rl_step(t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, reference: Reference | None) -> dict[str, Any]:
     recipe = t.recipe
     rewards = [list(map(float, g["rewards"])) for g in plan["groups"]]
@@ -188,22 +202,22 @@ def _rl_step(t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, ref
             trajectory = read_spool(t.run_dir, receipt.where)
             advantage = float(advantages[entry["group"]][entry["member"]])
             rows += [Row(segment, advantage) for segment in trajectory.segments]
-        batch = rl_micro_batch(rows, t.pad_id, version, recipe.staleness.eta) if rows else MicroBatch.empty(t.pad_id)
+        batch = rl_micro_batch(rows, t.pad_id, version, recipe.staleness.eta) if rows else MicroBatch.empty()
         micro_batches.append(batch)
     temperature = recipe.sampling.temperature
     if reference is not None:
-        with reference.swapped_in():
-            for batch, logprobs_BT in zip(micro_batches, forward_logprobs(t.model, micro_batches, temperature), strict=True):
+        with reference.active(t.models):
+            for batch, logprobs_BT in zip(micro_batches, forward_logprobs(t.models, micro_batches, temperature), strict=True):
                 batch.columns["reference"] = logprobs_BT
     result = train_step(
-        t.model,
+        t.models,
         optimizer,
         micro_batches,
         rl_loss(recipe.algorithm),
-        learning_rate(recipe.optimizer, version + 1, recipe.train.steps),
-        name=f"step {version}",
-        temperature=temperature,
+        lr=learning_rate(recipe.optimizer, version + 1, recipe.train.steps),
         tokens=plan["tokens"],
+        temperature=temperature,
+        step=version,
     )
     stale = _staleness(plan, version, recipe.staleness.eta)
     flat = [r for g in plan["groups"] for r in g["rewards"]]
@@ -215,7 +229,7 @@ def _rl_step(t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, ref
         "padding": plan["padding"],
         "loss": result.loss,
         "grad_norm": result.grad_norm,
-        "lr": learning_rate(recipe.optimizer, version + 1, recipe.train.steps),
+        "lr": result.lr,
         "tokens_trained": plan["tokens"],
         **plan.get("metrics", {}),
         **stale,
@@ -253,8 +267,8 @@ def _staleness(plan: dict[str, Any], version: int, eta: int) -> dict[str, float]
 def publish_version(t: Trainer, version: int) -> PublishReport | None:
     """Moves the trainer's weights to every engine and has them proven. Collective."""
     weights = t.recipe.weights
-    rows = canary.score(t.model, t.hf_config["vocab_size"], weights.canary_tokens, seed=t.recipe.seed)
-    tensors = iterate_hf(t.model, t.hf_config, t.rank, t.recipe.rollout.dtype)
+    rows = canary.score(t.models, t.hf_config["vocab_size"], weights.canary_tokens, seed=t.recipe.seed)
+    tensors = iterate_hf(t.models, t.hf_config, t.rank, TORCH_DTYPE[t.recipe.rollout.dtype])
     if not t.first:
         for _ in tensors:
             pass
@@ -305,21 +319,15 @@ def evaluate(t: Trainer, tag: str, version: int) -> None:
 
 def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
     with t.events.span("checkpoint", version=version):
-        folder = checkpoint.save(t.checkpoints, t.model, optimizer, version, extra={"version": version})
-        if t.first and t.coordinator is not None:
-            t.coordinator.checkpoint(version, str(folder))
+        ledger = None if t.coordinator is None else lambda folder: t.coordinator.checkpoint(version, str(folder))
+        checkpoint.save(t.checkpoints, t.models, optimizer, version, {"version": version}, before_complete=ledger)
         if t.first:
             checkpoint.prune(t.checkpoints, t.recipe.checkpoint.keep)
 
 
 def export(t: Trainer, folder: Path) -> None:
     """Writes the model as a Hugging Face checkpoint. Collective."""
-    tensors = iterate_hf(t.model, t.hf_config, t.rank, t.recipe.model.dtype)
+    tensors = iterate_hf(t.models, t.hf_config, t.rank, TORCH_DTYPE[t.recipe.model.dtype])
     with t.events.span("export"):
-        if t.first:
-            save_hf(folder, Path(t.recipe.model.path), tensors)
-        else:
-            for _ in tensors:
-                pass
-        if dist.get_world_size() > 1:
-            dist.barrier()
+        save_hf(folder, Path(t.recipe.model.path), tensors)
+        dist.barrier()
