@@ -331,10 +331,16 @@ def _set_adam_step(optimizer: Any, step: int) -> None:
 
 
 def _rng_state() -> dict[str, Any]:
-    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": (str(name), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)),
+        "numpy": (
+            str(name),
+            torch.from_numpy(numpy.asarray(keys).astype("int64")),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state().cpu(),
         "tracker": {name: state.cpu() for name, state in get_cuda_rng_tracker().get_states().items()},

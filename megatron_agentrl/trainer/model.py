@@ -116,23 +116,23 @@ def _nemotron_h(hf: dict[str, Any]) -> Architecture:
     limit = tuple(map(_number, hf.get("time_step_limit", (0.0, math.inf))))
     if limit != (0.0, math.inf):
         raise ValueError(f"config.json: time_step_limit={limit} is not supported (only (0.0, inf))")
-    config = dict(
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        kv_channels=hf["head_dim"],
-        layernorm_epsilon=hf.get("layer_norm_epsilon", 1e-5),
-        gated_linear_unit=False,
-        activation_func=squared_relu,
-        ffn_hidden_size=hf.get("intermediate_size") or 4 * hf["hidden_size"],
-    )
+    config = {
+        "num_attention_heads": hf["num_attention_heads"],
+        "num_query_groups": hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        "kv_channels": hf["head_dim"],
+        "layernorm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
+        "gated_linear_unit": False,
+        "activation_func": squared_relu,
+        "ffn_hidden_size": hf.get("intermediate_size") or 4 * hf["hidden_size"],
+    }
     if "M" in pattern:
-        config |= dict(
-            is_hybrid_model=True,
-            mamba_state_dim=hf["ssm_state_size"],
-            mamba_head_dim=hf["mamba_head_dim"],
-            mamba_num_groups=hf["n_groups"],
-            mamba_num_heads=hf["mamba_num_heads"],
-        )
+        config |= {
+            "is_hybrid_model": True,
+            "mamba_state_dim": hf["ssm_state_size"],
+            "mamba_head_dim": hf["mamba_head_dim"],
+            "mamba_num_groups": hf["n_groups"],
+            "mamba_num_heads": hf["mamba_num_heads"],
+        }
     if "E" in pattern:
         # megatron-core divides sigmoid scores by their sum exactly when more than one expert is chosen.
         normalised, top_k = hf.get("norm_topk_prob", True), hf["num_experts_per_tok"]
@@ -142,24 +142,24 @@ def _nemotron_h(hf: dict[str, Any]) -> Architecture:
                 f"(sigmoid scores are normalised exactly when more than one expert is chosen)"
             )
         groups = hf.get("n_group") or 1
-        config |= dict(
-            num_moe_experts=hf["n_routed_experts"],
-            moe_router_topk=top_k,
-            moe_ffn_hidden_size=hf["moe_intermediate_size"],
-            moe_latent_size=hf.get("moe_latent_size"),
-            moe_shared_expert_intermediate_size=hf.get("moe_shared_expert_intermediate_size"),
-            moe_router_score_function="sigmoid",
-            moe_router_enable_expert_bias=True,
-            moe_router_topk_scaling_factor=hf.get("routed_scaling_factor", 1.0),
-            moe_router_num_groups=groups if groups > 1 else None,
-            moe_router_group_topk=hf.get("topk_group", 1) if groups > 1 else None,
-        )
+        config |= {
+            "num_moe_experts": hf["n_routed_experts"],
+            "moe_router_topk": top_k,
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_latent_size": hf.get("moe_latent_size"),
+            "moe_shared_expert_intermediate_size": hf.get("moe_shared_expert_intermediate_size"),
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),
+            "moe_router_num_groups": groups if groups > 1 else None,
+            "moe_router_group_topk": hf.get("topk_group", 1) if groups > 1 else None,
+        }
     return Architecture(
         pattern=pattern,
         vocab_size=hf["vocab_size"],
         tied=hf.get("tie_word_embeddings", False),
         config=config,
-        mixer=dict(d_conv=hf.get("conv_kernel", 4), chunk_size=hf.get("chunk_size", 128)),
+        mixer={"d_conv": hf.get("conv_kernel", 4), "chunk_size": hf.get("chunk_size", 128)},
         mixer_norm_eps=hf.get("layer_norm_epsilon", 1e-5),
     )
 
@@ -173,27 +173,27 @@ def _qwen3_moe(hf: dict[str, Any]) -> Architecture:
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling != "default":
         raise ValueError(f"config.json: rope_type={scaling!r} is not supported for model_type='qwen3_moe'")
-    config = dict(
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        layernorm_epsilon=hf.get("rms_norm_eps", 1e-6),
-        qk_layernorm=True,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        ffn_hidden_size=hf["intermediate_size"],
-    )
+    config = {
+        "num_attention_heads": hf["num_attention_heads"],
+        "num_query_groups": hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        "layernorm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "ffn_hidden_size": hf["intermediate_size"],
+    }
     pattern = layer_pattern(hf)
     if "E" in pattern:
         # The softmax over the chosen logits equals the renormalised choice from the full softmax; without
         # renormalisation the full softmax comes first.
-        config |= dict(
-            num_moe_experts=hf.get("num_experts") or hf["num_local_experts"],
-            moe_router_topk=hf["num_experts_per_tok"],
-            moe_ffn_hidden_size=hf["moe_intermediate_size"],
-            moe_router_score_function="softmax",
-            moe_router_pre_softmax=not hf.get("norm_topk_prob", False),
-        )
+        config |= {
+            "num_moe_experts": hf.get("num_experts") or hf["num_local_experts"],
+            "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+        }
     return Architecture(
         pattern=pattern,
         vocab_size=hf["vocab_size"],
@@ -224,15 +224,15 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     """
     arch, topology = architecture(hf), recipe.topology
     dtype = torch.bfloat16 if recipe.model.dtype == Dtype.bf16 else torch.float32
-    experts = dict(
-        expert_model_parallel_size=topology.ep,
-        expert_tensor_parallel_size=topology.etp,
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_router_bias_update_rate=0.0,
-        moe_token_dispatcher_type="alltoall",
-    )
+    experts = {
+        "expert_model_parallel_size": topology.ep,
+        "expert_tensor_parallel_size": topology.etp,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+    }
     if "E" not in arch.pattern:
         experts = {}
         if topology.ep > 1:

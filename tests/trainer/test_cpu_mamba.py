@@ -11,12 +11,12 @@ from megatron_agentrl.cpu import mamba, megatron
 
 def inputs(length: int, seed: int = 0) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return dict(
-        x=torch.randn(2, length, 6, 5, generator=g), dt=torch.randn(2, length, 6, generator=g),
-        A=-torch.rand(6, generator=g) * 4 - 0.1, B=torch.randn(2, length, 3, 7, generator=g),
-        C=torch.randn(2, length, 3, 7, generator=g), D=torch.randn(6, generator=g),
-        z=torch.randn(2, length, 6, 5, generator=g), dt_bias=torch.randn(6, generator=g),
-    )  # fmt: skip
+    return {
+        "x": torch.randn(2, length, 6, 5, generator=g), "dt": torch.randn(2, length, 6, generator=g),
+        "A": -torch.rand(6, generator=g) * 4 - 0.1, "B": torch.randn(2, length, 3, 7, generator=g),
+        "C": torch.randn(2, length, 3, 7, generator=g), "D": torch.randn(6, generator=g),
+        "z": torch.randn(2, length, 6, 5, generator=g), "dt_bias": torch.randn(6, generator=g),
+    }  # fmt: skip
 
 
 def recurrence(x, dt, A, B, C, D, z, dt_bias, starts=(0,), state=None):
@@ -36,7 +36,17 @@ def recurrence(x, dt, A, B, C, D, z, dt_bias, starts=(0,), state=None):
 
 def scan(i, chunk, **kwargs):
     return mamba.mamba_chunk_scan_combined(
-        i["x"], i["dt"], i["A"], i["B"], i["C"], chunk, D=i["D"], z=i["z"], dt_bias=i["dt_bias"], dt_softplus=True, **kwargs
+        i["x"],
+        i["dt"],
+        i["A"],
+        i["B"],
+        i["C"],
+        chunk,
+        D=i["D"],
+        z=i["z"],
+        dt_bias=i["dt_bias"],
+        dt_softplus=True,
+        **kwargs,
     )
 
 

@@ -19,7 +19,7 @@ def test_pattern_from_names_and_from_letters():
     names = ["linear_attention", "full_attention", "moe", "mamba", "mlp", "attention"]
     assert model.layer_pattern({"model_type": "nemotron_h", "layers_block_type": names}) == "M*EM-*"
     assert model.layer_pattern({"model_type": "nemotron_h", "hybrid_override_pattern": "MEM*"}) == "MEM*"
-    qwen = toy.QWEN | dict(num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
+    qwen = toy.QWEN | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert model.layer_pattern(qwen) == "*-*E*-*-"
 
 
@@ -51,7 +51,7 @@ def test_what_needs_transformer_engine_says_so(rank):
 
 
 def test_experts_axis_without_experts_is_refused():
-    dense = toy.QWEN | dict(mlp_only_layers=[0, 1])
+    dense = toy.QWEN | {"mlp_only_layers": [0, 1]}
     with pytest.raises(ValueError, match="topology.ep=2"):
         model.transformer_config(dense, toy.recipe(Topology(world=2, ep=2)))
 

@@ -46,13 +46,16 @@ def alone(rank, tmp_path_factory):
         checkpoint.save_weights(shared / f"start-{name}", chunks)
         batches, results = [toy.rows(range(6))], []
         for step in range(1, 5):
-            results.append(
-                train_step(chunks, opt, batches, toy.negative_logprob, lr=0.1, tokens=toy.TOKENS, step=step)
-            )
+            results.append(train_step(chunks, opt, batches, toy.negative_logprob, lr=0.1, tokens=toy.TOKENS, step=step))
             if step == 1:
                 gradient = {key: p.main_grad.clone() for key, p in chunks[0].module.named_parameters()}
         end = {key: p.detach().clone() for key, p in chunks[0].module.named_parameters()}
-        found[name] = dict(results=results, gradient=gradient, end=end, logprobs=forward_logprobs(chunks, batches)[0])
+        found[name] = {
+            "results": results,
+            "gradient": gradient,
+            "end": end,
+            "logprobs": forward_logprobs(chunks, batches)[0],
+        }
     chunks, opt = toy.build("nemotron", rank, toy.ADAM)
     batches = [toy.rows(range(6))]
     for step in range(1, 6):
@@ -92,7 +95,9 @@ def test_loss_and_gradient_norm_equal_one_process_in_any_grouping(alone, pair, l
     want = [[r.loss, r.grad_norm, 38.0] for r in alone[1][name]["results"]]
     for result in pair:
         for grouping in ("even", "lopsided"):
-            torch.testing.assert_close(torch.tensor(result[layout][name][grouping]), torch.tensor(want), rtol=1e-5, atol=0)
+            torch.testing.assert_close(
+                torch.tensor(result[layout][name][grouping]), torch.tensor(want), rtol=1e-5, atol=0
+            )
 
 
 @pytest.mark.parametrize("name", toy.MODELS)
@@ -117,7 +122,10 @@ def test_logprobs_of_a_rank_equal_one_process(alone, pair, name):
 
 def test_coordinates(pair):
     ep2 = [result["ep2"]["rank"] for result in pair]
-    assert [(r["dp"], r["dp_size"], r["ep"], r["ep_size"], r["edp_size"]) for r in ep2] == [(0, 2, 0, 2, 1), (1, 2, 1, 2, 1)]
+    assert [(r["dp"], r["dp_size"], r["ep"], r["ep_size"], r["edp_size"]) for r in ep2] == [
+        (0, 2, 0, 2, 1),
+        (1, 2, 1, 2, 1),
+    ]
     dp2 = [result["dp2"]["rank"] for result in pair]
     assert [(r["dp"], r["edp"], r["ep_size"]) for r in dp2] == [(0, 0, 1), (1, 1, 1)]
 
