@@ -44,7 +44,6 @@ class Entry:
     """One megatron-core parameter or persistent buffer, whole.
 
     name      inside its layer (or inside the model, for the ends); experts: inside `mlp.experts.`, see `expert`
-    unfused   its name where the norm is a module of its own instead of a part of the linear after it
     sources   the checkpoint tensors it is made of
     blocks    row intervals; each block is cut on its own
     split     cut rows (column-parallel), columns (row-parallel) or nothing
@@ -60,7 +59,6 @@ class Entry:
     group: Literal["tp", "etp"] = "tp"
     expert: int | None = None
     fp32: bool = False
-    unfused: str | None = None
     shares: bool = False
 
     def cut(self, size: int, rank: int) -> tuple[tuple[int, ...], tuple[Box, ...], tuple[Padding, ...]]:
@@ -105,9 +103,9 @@ def _whole(source: Source) -> Interval:
     return Interval(source.name, 0, source.shape[0])
 
 
-def replicated(name: str, source: Source, *, fp32: bool = False, unfused: str | None = None) -> Entry:
+def replicated(name: str, source: Source, *, fp32: bool = False) -> Entry:
     """The same on each rank of the group."""
-    return Entry(name, (source,), ((_whole(source),),), "none", fp32=fp32, unfused=unfused)
+    return Entry(name, (source,), ((_whole(source),),), "none", fp32=fp32)
 
 
 def rows(

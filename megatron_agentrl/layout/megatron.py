@@ -16,10 +16,13 @@ from types import ModuleType
 
 from megatron_agentrl.layout import nemotron_h, qwen3_moe
 from megatron_agentrl.layout.boxes import Box, DtypeRule, LayoutError, ParameterLayout
-from megatron_agentrl.layout.config import Config
+from megatron_agentrl.layout.config import Config, size
 from megatron_agentrl.layout.entries import Entry, Source, replicated, vocabulary
 
 ARCHITECTURES: dict[str, ModuleType] = {"nemotron_h": nemotron_h, "qwen3_moe": qwen3_moe}
+
+#: The padded vocabulary is a multiple of this times the tensor-parallel size.
+VOCABULARY_DIVISOR = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +31,11 @@ class Variant:
 
     grouped_experts  Transformer Engine's grouped linear (`experts.linear_fc1.weight3`) instead of one module
                      per expert (`experts.local_experts.3.linear_fc1.weight`)
-    fused_norms      a layer's norm is part of the linear after it (Transformer Engine) instead of a module
     vocab_divisor    the vocabulary is padded to a multiple of this times TP
     """
 
     grouped_experts: bool = False
-    fused_norms: bool = True
-    vocab_divisor: int = 128
+    vocab_divisor: int = VOCABULARY_DIVISOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def layer_pattern(config: Config) -> str:
     return architecture(config).pattern(config)
 
 
-def padded_vocabulary(vocab: int, tp: int, divisor: int = 128) -> int:
+def padded_vocabulary(vocab: int, tp: int, divisor: int = VOCABULARY_DIVISOR) -> int:
     """Rows of the embedding over all TP ranks: the next multiple of divisor * tp."""
     step = divisor * tp
     return -(-vocab // step) * step
@@ -226,7 +227,7 @@ def check_divisibility(config: Config, at: Coordinates) -> None:
     facts: list[tuple[str, int, str, int]] = []
     if "*" in pattern:
         facts.append(("num_attention_heads", config["num_attention_heads"], "TP", at.tp))
-        groups = config["num_key_value_heads"]
+        groups = config.get("num_key_value_heads") or config["num_attention_heads"]
         if groups % at.tp and at.tp % groups:
             raise LayoutError(
                 f"num_key_value_heads={groups} and TP {at.tp}: neither divides the other; use a TP that divides or is a multiple of {groups}"
@@ -249,7 +250,7 @@ def _tied(config: Config) -> bool:
 
 
 def _experts(config: Config) -> int:
-    return config.get("n_routed_experts") or config["num_experts"]
+    return size(config, "n_routed_experts", "num_experts", "num_local_experts")
 
 
 def _experts_per_rank(config: Config, ep: int) -> int:
@@ -296,8 +297,6 @@ def _name(entry: Entry, local_layer: int | None, local_expert: int | None, varia
         name = f"mlp.experts.{entry.name}{local_expert}"
     elif local_expert is not None:
         name = f"mlp.experts.local_experts.{local_expert}.{entry.name}"
-    elif entry.unfused is not None and not variant.fused_norms:
-        name = entry.unfused
     return f"decoder.layers.{local_layer}.{name}"
 
 

@@ -18,7 +18,7 @@ IGNORED = (r"mtp\..*",)
 CARRIED = (r"mtp\..*",)
 
 _LETTERS = {
-    "linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-",
+    "linear_attention": "M", "mamba": "M", "mamba2": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-",
 }  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def layer(config: Config, index: int) -> list[Entry]:
             d, g = heads * size(config, "mamba_head_dim"), groups * size(config, "ssm_state_size")
             kernel = size(config, "conv_kernel", "mamba_d_conv")
             return [
-                replicated("mixer.in_proj.layer_norm_weight", norm, unfused="norm.weight"),
+                replicated("mixer.in_proj.layer_norm_weight", norm),
                 rows(
                     "mixer.in_proj.weight", hf("in_proj.weight", 2 * d + 2 * g + heads, h), blocks=(d, d, g, g, heads)
                 ),
@@ -76,11 +76,14 @@ def layer(config: Config, index: int) -> list[Entry]:
                 columns("mixer.out_proj.weight", hf("out_proj.weight", h, d)),
             ]
         case "*":
-            heads, groups = size(config, "num_attention_heads"), size(config, "num_key_value_heads")
-            dim = size(config, "head_dim")
+            heads, groups = (
+                size(config, "num_attention_heads"),
+                size(config, "num_key_value_heads", "num_attention_heads"),
+            )
+            dim = size(config, "head_dim", "attention_head_dim")
             q, k, v = (hf(f"{x}_proj.weight", n * dim, h) for x, n in (("q", heads), ("k", groups), ("v", groups)))
             return [
-                replicated("self_attention.linear_qkv.layer_norm_weight", norm, unfused="input_layernorm.weight"),
+                replicated("self_attention.linear_qkv.layer_norm_weight", norm),
                 query_groups("self_attention.linear_qkv.weight", q, k, v, groups, dim),
                 columns("self_attention.linear_proj.weight", hf("o_proj.weight", h, heads * dim)),
             ]
@@ -100,7 +103,7 @@ def layer(config: Config, index: int) -> list[Entry]:
                 )
                 found.append(rows("linear_fc1.weight", up, group="etp", expert=e))
                 found.append(columns("linear_fc2.weight", down, group="etp", expert=e))
-            if config.get("n_shared_experts", 1):
+            if config.get("moe_shared_expert_intermediate_size"):
                 ffn = size(config, "moe_shared_expert_intermediate_size")
                 found.append(rows("mlp.shared_experts.linear_fc1.weight", hf("shared_experts.up_proj.weight", ffn, h)))
                 found.append(
@@ -110,7 +113,7 @@ def layer(config: Config, index: int) -> list[Entry]:
         case _:
             ffn = size(config, "intermediate_size")
             return [
-                replicated("mlp.linear_fc1.layer_norm_weight", norm, unfused="pre_mlp_layernorm.weight"),
+                replicated("mlp.linear_fc1.layer_norm_weight", norm),
                 rows("mlp.linear_fc1.weight", hf("up_proj.weight", ffn, h)),
                 columns("mlp.linear_fc2.weight", hf("down_proj.weight", h, ffn)),
             ]

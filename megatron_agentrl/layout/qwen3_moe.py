@@ -48,14 +48,14 @@ def layer(config: Config, index: int) -> list[Entry]:
         return gate, up, hf(f"{prefix}.down_proj.weight", h, ffn)
 
     if letter == "*":
-        heads, groups = size(config, "num_attention_heads"), size(config, "num_key_value_heads")
-        dim = size(config, "head_dim")
+        heads, groups = size(config, "num_attention_heads"), size(config, "num_key_value_heads", "num_attention_heads")
+        dim = size(config, "head_dim") if config.get("head_dim") else h // heads
         q, k, v = (
             hf(f"self_attn.{x}_proj.weight", n * dim, h) for x, n in (("q", heads), ("k", groups), ("v", groups))
         )
         norm = hf("input_layernorm.weight", h)
         return [
-            replicated("self_attention.linear_qkv.layer_norm_weight", norm, unfused="input_layernorm.weight"),
+            replicated("self_attention.linear_qkv.layer_norm_weight", norm),
             query_groups("self_attention.linear_qkv.weight", q, k, v, groups, dim),
             replicated("self_attention.q_layernorm.weight", hf("self_attn.q_norm.weight", dim)),
             replicated("self_attention.k_layernorm.weight", hf("self_attn.k_norm.weight", dim)),
@@ -65,11 +65,11 @@ def layer(config: Config, index: int) -> list[Entry]:
     if letter == "-":
         gate, up, down = gated("mlp", size(config, "intermediate_size"))
         return [
-            replicated("mlp.linear_fc1.layer_norm_weight", norm, unfused="pre_mlp_layernorm.weight"),
+            replicated("mlp.linear_fc1.layer_norm_weight", norm),
             rows("mlp.linear_fc1.weight", gate, up),
             columns("mlp.linear_fc2.weight", down),
         ]
-    experts, ffn = size(config, "num_experts"), size(config, "moe_intermediate_size")
+    experts, ffn = size(config, "num_experts", "num_local_experts"), size(config, "moe_intermediate_size")
     found = [
         replicated("pre_mlp_layernorm.weight", norm),
         replicated("mlp.router.weight", hf("mlp.gate.weight", experts, h)),
