@@ -1,10 +1,18 @@
-"""The micro-batch that one forward and backward pass of the trainer takes."""
+"""The micro-batch that one forward and backward pass of the trainer takes, and how rows become one.
+
+Decides which tokens are trained: those an engine sampled with a version that is at most `eta` older than the
+one the step starts from. Others stay in their row as context. No advantage is computed here.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from megatron_agentrl.trajectory.types import NOT_SAMPLED, Segment, Trajectory
 
 
 @dataclass
@@ -19,3 +27,87 @@ class MicroBatch:
     ids_BT: torch.Tensor
     lengths_B: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens."""
+        return int(self.columns["mask"].sum())
+
+
+def rl_micro_batch(
+    rows: Sequence[tuple[Trajectory, float]], pad_id: int, version: int, eta: int, multiple: int = 1
+) -> MicroBatch:
+    """Rows of a reinforcement step: each segment of each trajectory, with its trajectory's advantage.
+
+    Columns: `mask` is 1 iff the token was sampled and 0 <= version - its version <= eta, `behaviour_logprobs`
+    the engine's, `advantages` the trajectory's; both 0 where the mask is 0. A segment without a trained token
+    is left out.
+
+    Args:
+        rows: trajectories and their advantages; empty gives one row of padding with weight 0, so that every
+            rank runs the same number of passes.
+        pad_id: fills rows up to the longest.
+        version: the policy version that the step starts from.
+        eta: largest allowed staleness.
+        multiple: T - 1, the positions the model runs on, becomes a multiple of this (sequence or context
+            parallel ranks share them).
+
+    Raises:
+        ValueError: columns of a segment that differ in length, a sampled first token (nothing predicts it), or
+            a trained token whose engine logprob is not finite.
+    """
+    ids: list[list[int]] = []
+    columns: dict[str, list[list[float]]] = {"mask": [], "behaviour_logprobs": [], "advantages": []}
+    for trajectory, advantage in rows:
+        for index, segment in enumerate(trajectory.segments):
+            mask = _trained(segment, version, eta, f"trajectory {trajectory.rollout_id}, segment {index}")
+            if any(mask):
+                ids.append(segment.token_ids)
+                columns["mask"].append(mask)
+                columns["behaviour_logprobs"].append(
+                    [p if m else 0.0 for p, m in zip(segment.logprobs, mask, strict=True)]
+                )
+                columns["advantages"].append([advantage * m for m in mask])
+    return _micro_batch(ids, columns, pad_id, multiple)
+
+
+def _trained(segment: Segment, version: int, eta: int, what: str) -> list[float]:
+    """1.0 for each token of the segment that the step trains."""
+    lengths = {len(segment.token_ids), len(segment.loss_mask), len(segment.logprobs), len(segment.versions)}
+    if len(lengths) != 1:
+        raise ValueError(f"{what}: columns have lengths {sorted(lengths)}, expected one length")
+    mask = [
+        float(sampled == 1 and stamp != NOT_SAMPLED and 0 <= version - stamp <= eta)
+        for sampled, stamp in zip(segment.loss_mask, segment.versions, strict=True)
+    ]
+    if segment.loss_mask and segment.loss_mask[0]:
+        raise ValueError(f"{what}: its first token is marked as sampled, but nothing precedes it")
+    for position, (logprob, trained) in enumerate(zip(segment.logprobs, mask, strict=True)):
+        if trained and not math.isfinite(logprob):
+            raise ValueError(f"{what}: the engine's logprob at token {position} is {logprob}, expected a finite number")
+    return mask
+
+
+def sft_micro_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int, multiple: int = 1) -> MicroBatch:
+    """Rows of a supervised step from (ids, mask) pairs; column `mask`. The first token of a row is never trained:
+    nothing predicts it. Empty rows as in `rl_micro_batch`. Raises ValueError where ids and mask differ in length."""
+    for index, (ids, mask) in enumerate(rows):
+        if len(ids) != len(mask):
+            raise ValueError(f"row {index} has {len(ids)} ids and {len(mask)} mask values, expected as many")
+    masks = [[0.0, *(float(bool(value)) for value in mask[1:])] for _, mask in rows]
+    return _micro_batch([list(ids) for ids, _ in rows], {"mask": masks}, pad_id, multiple)
+
+
+def _micro_batch(ids: list[list[int]], columns: dict[str, list[list[float]]], pad_id: int, multiple: int) -> MicroBatch:
+    longest = max([2, *map(len, ids)])
+    width = -(-(longest - 1) // multiple) * multiple + 1
+    ids_BT = torch.full((max(1, len(ids)), width), pad_id, dtype=torch.int64)
+    for index, row in enumerate(ids):
+        ids_BT[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    padded = {}
+    for name, values in columns.items():
+        padded[name] = torch.zeros(ids_BT.shape, dtype=torch.float32)
+        for index, column in enumerate(values):
+            padded[name][index, : len(column)] = torch.tensor(column, dtype=torch.float32)
+    lengths = [len(row) for row in ids] or [2]
+    return MicroBatch(ids_BT, torch.tensor(lengths, dtype=torch.int64), padded)
