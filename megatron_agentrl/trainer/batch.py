@@ -34,9 +34,7 @@ class MicroBatch:
         return int(self.columns["mask"].sum())
 
 
-def rl_micro_batch(
-    rows: Sequence[tuple[Trajectory, float]], pad_id: int, version: int, eta: int, multiple: int = 1
-) -> MicroBatch:
+def rl_micro_batch(rows: Sequence[tuple[Trajectory, float]], pad_id: int, version: int, eta: int) -> MicroBatch:
     """Rows of a reinforcement step: each segment of each trajectory, with its trajectory's advantage.
 
     Columns: `mask` is 1 iff the token was sampled and 0 <= version - its version <= eta, `behaviour_logprobs`
@@ -44,13 +42,11 @@ def rl_micro_batch(
     is left out.
 
     Args:
-        rows: trajectories and their advantages; empty gives one row of padding with weight 0, so that every
-            rank runs the same number of passes.
+        rows: trajectories and their advantages. Where no trained token comes of them the micro-batch is empty
+            ([0, 0]): the step then runs a stand-in of weight 0, so that every rank makes the same passes.
         pad_id: fills rows up to the longest.
         version: the policy version that the step starts from.
         eta: largest allowed staleness.
-        multiple: T - 1, the positions the model runs on, becomes a multiple of this (sequence or context
-            parallel ranks share them).
 
     Raises:
         ValueError: columns of a segment that differ in length, a sampled first token (nothing predicts it), or
@@ -68,7 +64,7 @@ def rl_micro_batch(
                     [p if m else 0.0 for p, m in zip(segment.logprobs, mask, strict=True)]
                 )
                 columns["advantages"].append([advantage * m for m in mask])
-    return _micro_batch(ids, columns, pad_id, multiple)
+    return _micro_batch(ids, columns, pad_id)
 
 
 def _trained(segment: Segment, version: int, eta: int, what: str) -> list[float]:
@@ -88,20 +84,18 @@ def _trained(segment: Segment, version: int, eta: int, what: str) -> list[float]
     return mask
 
 
-def sft_micro_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int, multiple: int = 1) -> MicroBatch:
+def sft_micro_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int) -> MicroBatch:
     """Rows of a supervised step from (ids, mask) pairs; column `mask`. The first token of a row is never trained:
-    nothing predicts it. Empty rows as in `rl_micro_batch`. Raises ValueError where ids and mask differ in length."""
+    nothing predicts it. No rows give an empty micro-batch ([0, 0]). Raises ValueError where ids and mask differ in length."""
     for index, (ids, mask) in enumerate(rows):
         if len(ids) != len(mask):
             raise ValueError(f"row {index} has {len(ids)} ids and {len(mask)} mask values, expected as many")
-    masks = [[0.0, *(float(bool(value)) for value in mask[1:])] for _, mask in rows]
-    return _micro_batch([list(ids) for ids, _ in rows], {"mask": masks}, pad_id, multiple)
+    masks = [[float(bool(value) and t > 0) for t, value in enumerate(mask)] for _, mask in rows]
+    return _micro_batch([list(ids) for ids, _ in rows], {"mask": masks}, pad_id)
 
 
-def _micro_batch(ids: list[list[int]], columns: dict[str, list[list[float]]], pad_id: int, multiple: int) -> MicroBatch:
-    longest = max([2, *map(len, ids)])
-    width = -(-(longest - 1) // multiple) * multiple + 1
-    ids_BT = torch.full((max(1, len(ids)), width), pad_id, dtype=torch.int64)
+def _micro_batch(ids: list[list[int]], columns: dict[str, list[list[float]]], pad_id: int) -> MicroBatch:
+    ids_BT = torch.full((len(ids), max(map(len, ids), default=0)), pad_id, dtype=torch.int64)
     for index, row in enumerate(ids):
         ids_BT[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
     padded = {}
@@ -109,5 +103,4 @@ def _micro_batch(ids: list[list[int]], columns: dict[str, list[list[float]]], pa
         padded[name] = torch.zeros(ids_BT.shape, dtype=torch.float32)
         for index, column in enumerate(values):
             padded[name][index, : len(column)] = torch.tensor(column, dtype=torch.float32)
-    lengths = [len(row) for row in ids] or [2]
-    return MicroBatch(ids_BT, torch.tensor(lengths, dtype=torch.int64), padded)
+    return MicroBatch(ids_BT, torch.tensor([len(row) for row in ids], dtype=torch.int64), padded)
