@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import torch
+from layout_configs import local, nemotron, numbered, qwen3_moe, whole
 
 from megatron_agentrl.layout.boxes import LayoutError, check_cover, check_tiling
 from megatron_agentrl.layout.megatron import (
@@ -16,8 +17,6 @@ from megatron_agentrl.layout.megatron import (
     parameter_layouts,
     split_layers,
 )
-
-from .configs import local, nemotron, numbered, qwen3_moe, whole
 
 CASE_C02 = qwen3_moe(num_hidden_layers=1, num_experts=2)
 
