@@ -73,7 +73,9 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
         rank = parallel_state.get_tensor_model_parallel_rank()
         inputs = torch.nn.functional.pad(inputs, (0, -inputs.shape[1] % ranks))
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs).contiguous()
-    padding = positions >= batch.lengths_B[:, None]  # True is padding: it must not count for the router's bias
+    # True is what must not count for the router's bias. A row's last token predicts nothing: in the longest
+    # row it is no input at all, so counting it in the others would make the bias depend on the grouping.
+    padding = positions >= batch.lengths_B[:, None] - 1
     return model(inputs.contiguous(), positions, None, padding_mask=padding.chunk(ranks, 1)[rank])
 
 
