@@ -8,9 +8,7 @@ each alone lets the sum exceed it.
 from __future__ import annotations
 
 
-def free_slots(
-    version: int | None, eta: int, batch: int, accepted: int, running: int, total: int | None = None
-) -> int:
+def free_slots(version: int | None, eta: int, batch: int, accepted: int, running: int, total: int | None = None) -> int:
     """Groups that may be admitted now, >= 0: (version + eta + 1) * batch - (accepted + running).
 
     version   oldest proven version among the serving engines; None (no engine serves) admits nothing

@@ -114,7 +114,8 @@ def trainable_tokens(sampled: dict[int, int], step: int, eta: int) -> int:
 
 def select(candidates: Iterable[Candidate], step: int, eta: int, batch: int) -> Selection:
     """The `batch` oldest groups that hold a trainable token (fewer when there are not enough), and every stale one."""
-    chosen, stale = [], []
+    chosen: list[Candidate] = []
+    stale: list[str] = []
     for candidate in sorted(candidates, key=lambda candidate: candidate.order):
         if not any(trainable_tokens(receipt.sampled, step, eta) for receipt in candidate.receipts):
             stale.append(candidate.task_id)
@@ -188,16 +189,16 @@ def _even_up(micro_batches: list[_MicroBatch], count: int) -> None:
     """
     while len(micro_batches) < count:
         largest = max(
-            (micro_batch for micro_batch in micro_batches if len(micro_batch.rows) > 1),
-            key=lambda micro_batch: micro_batch.padded,
+            (index for index, micro_batch in enumerate(micro_batches) if len(micro_batch.rows) > 1),
+            key=lambda index: micro_batches[index].padded,
             default=None,
         )
         if largest is None:
             micro_batches.append(_MicroBatch([]))
             continue
-        micro_batches.remove(largest)
-        middle = len(largest.rows) // 2
-        for rows in (largest.rows[:middle], largest.rows[middle:]):
+        whole = micro_batches.pop(largest).rows
+        middle = len(whole) // 2
+        for rows in (whole[:middle], whole[middle:]):
             half = _MicroBatch([])
             for row in rows:
                 half.add(row)
