@@ -144,6 +144,8 @@ class Data:
     """Shuffle the prompts anew each epoch (from `seed`)."""
     epochs: int | None = None
     """Stop after this many passes over the prompts; null repeats them for as long as steps remain."""
+    train_remainder: bool = False
+    """With `epochs`: train the groups that are left after the last full batch as one smaller batch."""
 
 
 @dataclass
