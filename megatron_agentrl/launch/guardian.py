@@ -4,6 +4,7 @@ Reads `+PGID` and `-PGID` lines on standard input. The pipe closes when the supe
 then still listed are killed.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,10 +19,8 @@ def main() -> None:
         else:
             groups.discard(group)
     for group in groups:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself
             os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it ended by itself
 
 
 if __name__ == "__main__":

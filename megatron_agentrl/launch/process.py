@@ -7,6 +7,7 @@ guardian (`launch.guardian`) kills what those children had started.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -42,10 +43,8 @@ class Child:
 
     def kill_group(self) -> None:
         """Ends whatever is left of the process and of all it started, and reaps it."""
-        try:
+        with contextlib.suppress(ProcessLookupError):  # nothing is left
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # nothing is left
         self._popen.wait()
 
     def last_lines(self, count: int = 20) -> list[str]:

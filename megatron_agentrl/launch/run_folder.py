@@ -94,7 +94,9 @@ def _finished(recipe: Recipe, path: Path) -> bool:
 
 def _why_not_resumable(recipe: Recipe, path: Path) -> str | None:
     if not (path / RECIPE_FILE).is_file():
-        raise RecipeError(f"{path}: holds files but no {RECIPE_FILE}, so it is no run folder; set run_name to another name")
+        raise RecipeError(
+            f"{path}: holds files but no {RECIPE_FILE}, so it is no run folder; set run_name to another name"
+        )
     try:
         old = load_resolved(path / RECIPE_FILE)
     except RecipeError as error:

@@ -52,7 +52,9 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._read()
         if self._live is not None:
             self._live.stop()
@@ -148,7 +150,9 @@ class LiveView:
                 + (f", about {clock(left)} left" if left else "")
             )
         if line["kind"] == "eval":
-            return f"held-out ({line.get('tag')}, version {line['step']}): success {line['success']:.3f} of {line['size']}"
+            return (
+                f"held-out ({line.get('tag')}, version {line['step']}): success {line['success']:.3f} of {line['size']}"
+            )
         return None
 
     def _print(self, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_agentrl.observe.metrics import read_metrics
 
@@ -12,9 +13,12 @@ FILE_NAME = "reward.png"
 _WINDOW = 9
 
 
-def standard_error(success: float, size: int) -> float:
-    """Standard error of a success rate measured on `size` prompts."""
-    return math.sqrt(success * (1 - success) / size) if size else 0.0
+def interval(success: float, size: int) -> tuple[float, float]:
+    """95 % interval (Wilson) of a success rate measured on `size` prompts; it has a width at 0 and 1 too."""
+    z = 1.96
+    centre = (success + z * z / (2 * size)) / (1 + z * z / size)
+    half = z / (1 + z * z / size) * math.sqrt(success * (1 - success) / size + z * z / (4 * size * size))
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def smoothed(values: Sequence[float], window: int = _WINDOW) -> list[float]:
@@ -22,6 +26,12 @@ def smoothed(values: Sequence[float], window: int = _WINDOW) -> list[float]:
     half = window // 2
     cut = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in cut]
+
+
+def _error_bar(line: dict[str, Any]) -> tuple[float, float]:
+    """Lengths below and above the point."""
+    low, high = interval(line["success"], line["size"])
+    return max(0.0, line["success"] - low), max(0.0, high - line["success"])
 
 
 def plot_reward(run_dir: str | Path, staleness_bound: int) -> Path | None:
@@ -45,7 +55,7 @@ def plot_reward(run_dir: str | Path, staleness_bound: int) -> Path | None:
         top.errorbar(
             [line["step"] for line in evals],
             [line["success"] for line in evals],
-            yerr=[1.96 * standard_error(line["success"], line["size"]) for line in evals],
+            yerr=list(zip(*(_error_bar(line) for line in evals), strict=True)),
             color="#c8442d",
             marker="o",
             markersize=5,
@@ -55,7 +65,7 @@ def plot_reward(run_dir: str | Path, staleness_bound: int) -> Path | None:
             zorder=5,
             label="held-out success (95 % interval)",
         )
-    if 0 <= min(rewards) and max(rewards) <= 1:
+    if min(rewards) >= 0 and max(rewards) <= 1:
         top.set_ylim(-0.03, 1.03)
     top.set_ylabel("reward, success")
     top.set_title(Path(run_dir).name, loc="left", fontweight="bold")

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_agentrl.observe.events import read_events
 from megatron_agentrl.observe.metrics import read_metrics
 from megatron_agentrl.observe.overlap import Interval, length, overlap
+from megatron_agentrl.recipe.schema import Dtype
 
 FILE_NAME = "summary.json"
 
@@ -33,8 +36,8 @@ def summarize(run_dir: str | Path, staleness_bound: int) -> dict[str, Any]:
     lines = read_metrics(run_dir)
     train = [line for line in lines if line["kind"] == "train"]
     evals = [line for line in lines if line["kind"] == "eval"]
-    before = next((line for line in evals if line.get("tag") == "before"), {})
-    after = next((line for line in reversed(evals) if line.get("tag") == "after"), {})
+    before: dict[str, Any] = next((line for line in evals if line.get("tag") == "before"), {})
+    after: dict[str, Any] = next((line for line in reversed(evals) if line.get("tag") == "after"), {})
     events = read_events(run_dir)
     return {
         "success_before": before.get("success"),
@@ -77,7 +80,7 @@ def training_and_sampling(events: dict[str, list[dict[str, Any]]]) -> tuple[list
 
 
 def print_summary(run_dir: str | Path, summary: dict[str, Any]) -> None:
-    """The table at the end of a run, and how to use the model it made."""
+    """The table at the end of a run."""
     from rich.console import Console
     from rich.table import Table
 
@@ -95,25 +98,25 @@ def print_summary(run_dir: str | Path, summary: dict[str, Any]) -> None:
     table.add_section()
     for phase, seconds in summary["seconds"].items():
         table.add_row(phase.replace("_", " "), f"{seconds:.1f} s")
-    console = Console()
-    console.print(table)
-    if (Path(run_dir) / "export" / "config.json").is_file():
-        print("Serve the trained model, then ask it something:")
-        for command in serving_commands(run_dir):
-            print(f"  {command}")  # not through rich: a command is copied as it stands, never wrapped
+    Console().print(table)
 
 
-def serving_commands(run_dir: str | Path) -> list[str]:
-    """Two shell commands: one serves the exported model, one asks it."""
-    export = Path(run_dir) / "export"
+def serving_commands(run_dir: str | Path, messages: list[dict[str, Any]], max_tokens: int, dtype: Dtype) -> list[str]:
+    """Two shell commands: one serves the exported model, one asks it `messages`."""
     name = Path(run_dir).name
+    body = json.dumps({"model": name, "max_tokens": max_tokens, "messages": messages})
+    kind = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16"}[dtype]
     return [
-        f"python -m vllm.entrypoints.openai.api_server --model {export} --served-model-name {name} "
-        "--enforce-eager --no-enable-prefix-caching --port 8000",
-        "curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' "
-        f'-d \'{{"model": "{name}", "max_tokens": 14, '
-        '"messages": [{"role": "user", "content": "63+43*9=?"}]}\'',
+        f"{shlex.quote(_python())} -m vllm.entrypoints.openai.api_server --model {Path(run_dir) / 'export'} "
+        f"--served-model-name {name} --dtype {kind} --enforce-eager --no-enable-prefix-caching --port 8000",
+        f"curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
     ]
+
+
+def _python() -> str:
+    """This interpreter, as seen from here."""
+    python = Path(sys.executable)
+    return str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python)
 
 
 def _interval(event: dict[str, Any]) -> Interval:

@@ -122,7 +122,8 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
     if out_of_range:
         return  # what follows divides by these numbers
     config = None
-    yield from (found := list(model_problems(recipe)))
+    found = list(model_problems(recipe, weights=recipe.model.init is Init.pretrained or mode == "eval"))
+    yield from found
     if not found:
         config = read_config(recipe.model.path)
     yield from topology_problems(recipe.topology, config)
@@ -171,8 +172,8 @@ def _range_problems(recipe: Recipe) -> Iterator[str]:
 # ---- model -----------------------------------------------------------------------------------------------------
 
 
-def model_problems(recipe: Recipe) -> Iterator[str]:
-    """Files of the model folder, and an architecture that all three sides know."""
+def model_problems(recipe: Recipe, *, weights: bool) -> Iterator[str]:
+    """Files of the model folder (safetensors too where `weights`), and an architecture that all three sides know."""
     folder = Path(recipe.model.path)
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -195,7 +196,7 @@ def model_problems(recipe: Recipe) -> Iterator[str]:
             f"model.path={folder}: no chat template; expected chat_template.jinja or a chat_template in "
             "tokenizer_config.json"
         )
-    if recipe.model.init is Init.pretrained:
+    if weights:
         yield from _weight_file_problems(folder)
     positions = config.get("max_position_embeddings")
     if config.get("model_type") == "qwen3_moe" and isinstance(positions, int) and recipe.model.max_length > positions:
@@ -222,7 +223,7 @@ def _weight_file_problems(folder: Path) -> Iterator[str]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         if not any(folder.glob("*.safetensors")):
-            yield f"model.path={folder}: no *.safetensors with model.init=pretrained; {way_out}"
+            yield f"model.path={folder}: no *.safetensors, expected the model's weights; {way_out}"
         return
     try:
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -458,7 +459,8 @@ def _file_problems(key: str, name: str) -> Iterator[str]:
 
 def port_problems(recipe: Recipe) -> Iterator[str]:
     """Given ports that another process holds, that collide, or an interface that this machine lacks."""
-    ports, owner = recipe.ports, {}
+    ports = recipe.ports
+    owner: dict[int, str] = {}
     wanted = [("ports.coordinator", ports.coordinator), ("ports.gateway", ports.gateway)]
     if ports.engine:
         wanted += [("ports.engine", ports.engine + i) for i in range(recipe.rollout.replicas)]
@@ -503,5 +505,3 @@ def folder_problems(recipe: Recipe) -> Iterator[str]:
             file.flush()
     except OSError as error:
         yield f"run_root={recipe.run_root}: {existing} cannot be written ({(error.strerror or str(error)).lower()}); {way_out}"
-
-
