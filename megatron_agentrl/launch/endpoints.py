@@ -25,11 +25,10 @@ class Endpoints:
     coordinator: str
     gateway: str
     engines: list[str]
-    master_addr: str
-    """Rendezvous of the trainer ranks (torch.distributed)."""
-    master_port: int
-    transfer_ports: list[int]
-    """Rendezvous port, on `master_addr`, of the process group that moves weights to each engine."""
+    trainer_master: str
+    """`host:port` of the trainer ranks' rendezvous (torch.distributed)."""
+    transfer: list[str]
+    """`host:port` of the rendezvous of the process group that moves weights to each engine."""
 
     def write(self, run_dir: str | Path) -> Path:
         """Replaces the file in one step; it is never readable by others, not even while it is written."""
@@ -74,9 +73,8 @@ def choose(host: str, replicas: int, coordinator: int = 0, gateway: int = 0, eng
         coordinator=urls[0],
         gateway=urls[1],
         engines=urls[2:],
-        master_addr=host,
-        master_port=ports[2 + replicas],
-        transfer_ports=ports[3 + replicas :],
+        trainer_master=f"{host}:{ports[2 + replicas]}",
+        transfer=[f"{host}:{port}" for port in ports[3 + replicas :]],
     )
 
 

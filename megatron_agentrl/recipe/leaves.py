@@ -39,8 +39,7 @@ class Leaf:
 @functools.cache
 def leaves() -> dict[str, Leaf]:
     """Key path -> leaf, in the order of the schema."""
-    found = {leaf.key: leaf for leaf in _walk(schema.Recipe, "")}
-    return found
+    return {leaf.key: leaf for leaf in _walk(schema.Recipe, "")}
 
 
 @functools.cache

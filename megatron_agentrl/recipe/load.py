@@ -47,7 +47,9 @@ def load(overrides: Iterable[str], recipes_dir: str | Path) -> Recipe:
     recipes_dir = Path(recipes_dir)
     pairs = _split(overrides)
     if "recipe" not in pairs:
-        raise RecipeError(f"recipe=NAME is missing; found in {recipes_dir}/: {', '.join(_names(recipes_dir)) or 'none'}")
+        raise RecipeError(
+            f"recipe=NAME is missing; found in {recipes_dir}/: {', '.join(_names(recipes_dir)) or 'none'}"
+        )
     path = _recipe_file(pairs.pop("recipe"), recipes_dir)
     values: dict[str, Any] = {}
     for file, prefix in _files(path, recipes_dir):
@@ -91,7 +93,7 @@ class Change:
         return any(self.key == name or (name.endswith(".") and self.key.startswith(name)) for name in RESUMABLE)
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)}"
+        return f"{self.key}: {shown(self.old)} -> {shown(self.new)}"
 
 
 def changed(old: Recipe, new: Recipe) -> list[Change]:
@@ -170,7 +172,9 @@ def _recipe_file(name: str, recipes_dir: Path) -> Path:
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.is_file():
-            raise RecipeError(f"recipe={name}: no such file; give an existing .yaml or the name of one in {recipes_dir}/")
+            raise RecipeError(
+                f"recipe={name}: no such file; give an existing .yaml or the name of one in {recipes_dir}/"
+            )
         return path
     if not name:
         raise RecipeError(f"recipe=: give a name; found in {recipes_dir}/: {', '.join(_names(recipes_dir)) or 'none'}")
@@ -295,7 +299,8 @@ def _build(values: dict[str, Any]) -> Recipe:
     return recipe
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as it would be typed on the command line."""
     value = _plain(value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -320,6 +325,4 @@ def _represent_mapping(dumper: yaml.SafeDumper, mapping: dict[str, Any]) -> yaml
 
 _Dumper.add_representer(dict, _represent_mapping)
 _Dumper.add_representer(_Key, lambda dumper, key: dumper.represent_scalar("tag:yaml.org,2002:str", str(key)))
-_Dumper.add_representer(
-    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
-)
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
