@@ -40,12 +40,14 @@ def main() -> None:
         from megatron_agentrl.cpu import megatron as cpu_megatron
 
         cpu_megatron.install()
-    from megatron_agentrl.data.demonstrations import Demonstrations
+    from megatron_agentrl.data.encoded import EncodedDemonstrations
     from megatron_agentrl.rollout.client import VllmEngine
     from megatron_agentrl.trainer import checkpoint, loop, model, optimizer, topology
     from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
     from megatron_agentrl.trainer.random_init import write_random
     from megatron_agentrl.trainer.weights_io import load_hf
+    from megatron_agentrl.weights.publish import Publisher
+    from megatron_agentrl.weights.transport import GlooTransport
 
     rank = topology.init(recipe.topology, recipe.seed)
     source = Path(recipe.model.path)
@@ -69,18 +71,25 @@ def main() -> None:
             print(f"checkpoint passed over: {reason}", flush=True)
     if t.first and args.mode == "train":
         t.coordinator = CoordinatorClient(endpoints.coordinator, endpoints.token)
-        t.engines = [
-            VllmEngine(f"engine-{i}", url, endpoints.token, transfer=endpoints.transfer[i])
-            for i, url in enumerate(endpoints.engines)
-        ]
-        t.on_engine_state = _gateway_state(endpoints)
+        engines = [VllmEngine(f"engine-{i}", url, endpoints.token) for i, url in enumerate(endpoints.engines)]
+        t.publisher = Publisher(
+            engines,
+            GlooTransport(recipe.ports.host),
+            tolerance=recipe.weights.canary_tolerance,
+            deadline=recipe.weights.deadline,
+            clear_cache=recipe.weights.clear_cache,
+            on_state=_gateway_state(endpoints),
+        )
 
     if args.mode == "export":
         checkpoint.load_weights(newest.path, t.models)
     elif resume_at is None and recipe.warm_start.steps:
         assert recipe.warm_start.data is not None
         with events.span("warm_start"):
-            loop.warm_start(t, Demonstrations(Path(recipe.warm_start.data), Path(recipe.model.path), recipe.seed))
+            rows = EncodedDemonstrations(
+                Path(recipe.warm_start.data), Path(recipe.model.path), recipe.seed, recipe.model.max_length
+            )
+            loop.warm_start(t, rows)
     if args.mode == "train":
         loop.reinforce(t, resume_at)
     loop.export(t, args.run / "export")

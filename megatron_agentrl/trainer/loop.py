@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_agentrl.algorithm.advantages import group_advantages
-from megatron_agentrl.data.demonstrations import Demonstrations
+from megatron_agentrl.data.encoded import EncodedDemonstrations
+from megatron_agentrl.layout.megatron import fp32_tensors, hf_tensors
 from megatron_agentrl.observe.events import EventLog
 from megatron_agentrl.observe.metrics import MetricsWriter
 from megatron_agentrl.recipe.schema import Dtype, Recipe
 from megatron_agentrl.trainer import canary, checkpoint
-from megatron_agentrl.trainer.batch import MicroBatch, Row, rl_micro_batch, sft_micro_batch
+from megatron_agentrl.trainer.batch import MicroBatch, rl_micro_batch, sft_micro_batch
 from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
 from megatron_agentrl.trainer.losses import rl_loss, sft_loss
 from megatron_agentrl.trainer.optimizer import build, learning_rate
@@ -34,10 +35,10 @@ from megatron_agentrl.trainer.reference import Reference
 from megatron_agentrl.trainer.step import forward_logprobs, train_step
 from megatron_agentrl.trainer.topology import Rank
 from megatron_agentrl.trainer.weights_io import iterate_hf, save_hf
-from megatron_agentrl.trajectory.spool import read as read_spool
-from megatron_agentrl.trajectory.types import Receipt
-from megatron_agentrl.weights.engine import Engine
-from megatron_agentrl.weights.publish import Canary, PublishReport, publish
+from megatron_agentrl.trajectory.spool import SpoolReader
+from megatron_agentrl.trajectory.types import Receipt, Trajectory
+from megatron_agentrl.weights.manifest import Manifest, TensorInfo
+from megatron_agentrl.weights.publish import Canary, Publisher
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ TORCH_DTYPE = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
 
 @dataclass
 class Trainer:
-    """What every phase needs. `models` are the wrapped chunks. The last four are None on ranks other than 0."""
+    """What every phase needs. `models` are the wrapped chunks. The last three are None on ranks other than 0."""
 
     recipe: Recipe
     run_dir: Path
@@ -57,8 +58,7 @@ class Trainer:
     events: EventLog
     metrics: MetricsWriter | None = None
     coordinator: CoordinatorClient | None = None
-    engines: list[Engine] | None = None
-    on_engine_state: Callable[[str, str, int | None], None] | None = None
+    publisher: Publisher | None = None
 
     @property
     def first(self) -> bool:
@@ -80,7 +80,7 @@ def from_rank0(make: Callable[[], T]) -> T:
 # --- warm start -----------------------------------------------------------------------------------
 
 
-def warm_start(t: Trainer, demonstrations: Demonstrations) -> None:
+def warm_start(t: Trainer, demonstrations: EncodedDemonstrations) -> None:
     """Supervised steps on demonstrations; the global batch is cut over data-parallel ranks."""
     ws = t.recipe.warm_start
     optimizer = build(t.models, ws.optimizer)
@@ -90,7 +90,7 @@ def warm_start(t: Trainer, demonstrations: Demonstrations) -> None:
         rows = demonstrations.batch(step - 1, ws.batch)
         tokens = sum(sum(mask[1:]) for _, mask in rows)  # the first id has nothing before it to be predicted from
         micro_batches = list(_sft_micro_batches(t, rows[t.rank.dp :: t.rank.dp_size]))
-        micro_batches += [MicroBatch.empty()] * (_largest(len(micro_batches)) - len(micro_batches))
+        micro_batches += [_empty()] * (_largest(len(micro_batches)) - len(micro_batches))
         result = train_step(t.models, optimizer, micro_batches, sft_loss, lr=lr, tokens=tokens, step=step)
         if t.metrics is not None:
             seconds = time.perf_counter() - t0
@@ -113,6 +113,11 @@ def _sft_micro_batches(t: Trainer, rows: list[tuple[list[int], list[int]]]) -> I
         chunk.append(row)
     if chunk:
         yield sft_micro_batch(chunk, t.pad_id)
+
+
+def _empty() -> MicroBatch:
+    """A micro-batch of weight 0: this rank has no rows left but must take part."""
+    return rl_micro_batch([], 0, 0, 0)
 
 
 def _largest(count: int) -> int:
@@ -195,15 +200,15 @@ def _rl_step(t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, ref
         rewards = _shuffled(rewards, recipe.seed, version)
     advantages = [group_advantages(recipe.algorithm.advantage, r) for r in rewards]
     micro_batches = []
+    spool = SpoolReader(t.run_dir)
     for entries in plan["ranks"][t.rank.dp]:
-        rows: list[Row] = []
+        rows: list[tuple[Trajectory, float]] = []
         for entry in entries:
             receipt = msgspec.convert(entry["receipt"], Receipt, strict=False)
-            trajectory = read_spool(t.run_dir, receipt.where)
-            advantage = float(advantages[entry["group"]][entry["member"]])
-            rows += [Row(segment, advantage) for segment in trajectory.segments]
-        batch = rl_micro_batch(rows, t.pad_id, version, recipe.staleness.eta) if rows else MicroBatch.empty()
-        micro_batches.append(batch)
+            assert receipt.where is not None, f"{receipt.rollout_id} was planned without a payload"
+            rows.append((spool.read(receipt.where), advantages[entry["group"]][entry["member"]]))
+        micro_batches.append(rl_micro_batch(rows, t.pad_id, version, recipe.staleness.eta))
+    spool.close()
     temperature = recipe.sampling.temperature
     if reference is not None:
         with reference.active(t.models):
@@ -264,30 +269,54 @@ def _staleness(plan: dict[str, Any], version: int, eta: int) -> dict[str, float]
 # --- publish, evaluate, save ----------------------------------------------------------------------
 
 
-def publish_version(t: Trainer, version: int) -> PublishReport | None:
-    """Moves the trainer's weights to every engine and has them proven. Collective."""
-    weights = t.recipe.weights
-    rows = canary.score(t.models, t.hf_config["vocab_size"], weights.canary_tokens, seed=t.recipe.seed)
-    tensors = iterate_hf(t.models, t.hf_config, t.rank, TORCH_DTYPE[t.recipe.rollout.dtype])
+class WeightsNotServed(RuntimeError):
+    """A publish left no engine with proven weights."""
+
+
+def publish_version(t: Trainer, version: int) -> None:
+    """Moves the trainer's weights to every engine and has them proven. Collective.
+
+    An engine whose canary disagrees, or that failed on the way, gets no requests; the run goes on with the others.
+
+    Raises:
+        WeightsNotServed: no engine holds proven weights, with each engine's numbers.
+    """
+    rows = canary.score(t.models, t.hf_config["vocab_size"], t.recipe.weights.canary_tokens, seed=t.recipe.seed)
+    dtype = TORCH_DTYPE[t.recipe.rollout.dtype]
+    tensors = iterate_hf(t.models, t.hf_config, t.rank, dtype)
     if not t.first:
         for _ in tensors:
             pass
-        return None
-    assert t.engines is not None and t.coordinator is not None and t.metrics is not None
-    report = publish(
-        version,
-        tensors,
-        t.engines,
-        Canary([r.ids for r in rows], [r.logprobs for r in rows], weights.canary_tolerance),
-        clear_cache=weights.clear_cache,
-        deadline=weights.deadline,
-        on_state=t.on_engine_state,
+        return
+    assert t.publisher is not None and t.coordinator is not None and t.metrics is not None
+    whole = ((name, tensor) for name, tensor in tensors if tensor is not None)
+    report = t.publisher.publish(
+        version, _manifest(t.hf_config, dtype), whole, Canary([r.ids for r in rows], [r.logprobs[1:] for r in rows])
     )
-    for engine in report.engines:
-        t.coordinator.version(version, engine.name, "proven" if engine.proven else "failed", engine.gap, report.total_s)
-    t.metrics.log("publish", version, report.as_metrics())
-    report.raise_unless_serving()
-    return report
+    for name, outcome in report.engines.items():
+        state = "proven" if outcome.state == "proven" else "failed"
+        t.coordinator.version(version, name, state, outcome.gap, report.seconds["total"])
+    t.metrics.log(
+        "publish",
+        version,
+        {"version": version, "gap": report.gap, "bytes": report.nbytes, "engines_proven": len(report.proven)}
+        | {f"{phase}_s": seconds for phase, seconds in report.seconds.items()},
+    )
+    for problem in report.problems():
+        print(f"publish of version {version}: {problem}", flush=True)
+    if not report.proven:
+        raise WeightsNotServed(f"version {version} is served by no engine: {'; '.join(report.problems())}")
+
+
+def _manifest(hf_config: dict[str, Any], dtype: torch.dtype) -> Manifest:
+    """What a publish must deliver: the tensors of `iterate_hf`, in its order."""
+    keep = fp32_tensors(hf_config)
+    return Manifest(
+        [
+            TensorInfo(name, str(torch.float32 if name in keep else dtype).removeprefix("torch."), shape)
+            for name, shape in hf_tensors(hf_config).items()
+        ]
+    )
 
 
 def evaluate(t: Trainer, tag: str, version: int) -> None:
