@@ -312,10 +312,10 @@ def _manifest(hf_config: dict[str, Any], dtype: torch.dtype) -> Manifest:
     """What a publish must deliver: the tensors of `iterate_hf`, in its order."""
     keep = fp32_tensors(hf_config)
     return Manifest(
-        [
-            TensorInfo(name, str(torch.float32 if name in keep else dtype).removeprefix("torch."), shape)
+        tuple(
+            TensorInfo(name, shape, str(torch.float32 if name in keep else dtype).removeprefix("torch."))
             for name, shape in hf_tensors(hf_config).items()
-        ]
+        )
     )
 
 
