@@ -115,8 +115,8 @@ def test_a_prompt_that_always_fails_is_given_up_once_and_replaced(tmp_path):
     asked = []
 
     async def run(run: Run):
-        run.outcome = lambda prompt, sample: asked.append((prompt, sample)) or (
-            "engine_error" if prompt == "p1" else "ok"
+        run.outcome = lambda prompt, sample: (
+            asked.append((prompt, sample)) or ("engine_error" if prompt == "p1" else "ok")
         )
         run.work_for_ever()
         return await run.steps(2), run.coordinator.ledger.counts()
