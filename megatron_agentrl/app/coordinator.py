@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from hashlib import blake2b
 from pathlib import Path
@@ -68,6 +69,10 @@ def main(argv: list[str] | None = None) -> int:
         timeout_graceful_shutdown=2,
     )
     server = uvicorn.Server(config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn hands a signal on to the handler it found, once it has shut down; the default one would end the
+        # process before the ledger is closed.
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     log.info(
         "%d training and %d held-out prompts, %d groups admitted before, listening on %s",
         len(prompts.train),
