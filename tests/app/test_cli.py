@@ -174,5 +174,5 @@ def test_the_roles_of_each_mode():
     assert [role.name for role in by_mode["eval"]] == [*servers, "evaluate-0"]
     assert [role.name for role in by_mode["train"] if role.decides] == ["trainer-0", "trainer-1"]
     trainer = by_mode["train"][-1]
-    assert trainer.argv[1:] == "-m megatron_agentrl.app.trainer --run runs/x --index 1 --mode train".split()
+    assert " ".join(trainer.argv[1:]) == "-m megatron_agentrl.app.trainer --run runs/x --index 1 --mode train"
     assert by_mode["train"][1].health_url == endpoints.engines[0]

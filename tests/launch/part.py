@@ -2,12 +2,12 @@
 
 import argparse
 import http.server
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int)
@@ -33,7 +33,7 @@ if args.deaf:
 if args.grandchild:
     code = "import os,signal,sys,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(sys.argv[1],'w').write(str(os.getpid())); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", code, args.grandchild])
-    while not (os.path.exists(args.grandchild) and os.path.getsize(args.grandchild)):
+    while not (Path(args.grandchild).exists() and Path(args.grandchild).stat().st_size):
         time.sleep(0.02)
 if args.port:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", args.port), Health)

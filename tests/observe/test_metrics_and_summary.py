@@ -143,7 +143,7 @@ def test_a_run_without_held_out_prompts_has_no_success(tmp_path, capsys):
 def test_the_serving_commands_are_one_line_each_and_carry_the_question():
     serve, ask = serving_commands("runs/x", [{"role": "user", "content": "it's 1+1=?"}], 14, Dtype.fp32)
     assert "-m vllm.entrypoints.openai.api_server --model runs/x/export --served-model-name x --dtype float32" in serve
-    words = subprocess.run(["bash", "-c", f"set -- {ask}; echo \"${{@: -1}}\""], capture_output=True, text=True).stdout
+    words = subprocess.run(["bash", "-c", f'set -- {ask}; echo "${{@: -1}}"'], capture_output=True, text=True).stdout
     assert json.loads(words) == {
         "model": "x", "max_tokens": 14, "messages": [{"role": "user", "content": "it's 1+1=?"}],
     }  # fmt: skip
