@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,13 @@ def check(recipe: Recipe, mode: str = "train") -> list[str]:
     found = [*_agent_problems(recipe, mode), *_memory_problems(recipe, config, mode)]
     if found:
         raise RecipeError("\n".join(found))
-    data = _check_data(recipe, mode)
+    # Tens of thousands of small objects that are all kept until the end: looking for cycles among them takes a
+    # sixth of the whole check.
+    gc.disable()
+    try:
+        data = _check_data(recipe, mode)
+    finally:
+        gc.enable()
     return _summary(recipe, config, mode, data)
 
 

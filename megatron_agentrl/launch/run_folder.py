@@ -88,8 +88,13 @@ def prepare(recipe: Recipe, path: Path, *, fresh: bool = False) -> RunFolder:
 
 
 def _finished(recipe: Recipe, path: Path) -> bool:
+    """A summary stands there, and no further step is asked for than it was written for."""
+    if not (path / SUMMARY_FILE).is_file():
+        return False
     step = newest_checkpoint(path)
-    return (path / SUMMARY_FILE).is_file() and step is not None and step >= recipe.train.steps
+    reached = step is not None and step >= recipe.train.steps
+    # A run may end below train.steps, when data.epochs runs out.
+    return reached or load_resolved(path / RECIPE_FILE).train.steps == recipe.train.steps
 
 
 def _why_not_resumable(recipe: Recipe, path: Path) -> str | None:

@@ -162,9 +162,9 @@ def engine_bytes(recipe: Recipe, config: dict[str, Any]) -> float:
 
 
 def _activations(recipe: Recipe, config: dict[str, Any]) -> float:
-    """Bytes one micro-batch keeps for the backward pass: about 34 hidden vectors a layer, and logits three times."""
+    """Bytes one micro-batch keeps for the backward pass: about 17 hidden vectors a layer, and logits three times."""
     layers = config.get("num_hidden_layers") or len(pattern(config))
-    per_token = 34 * layers / recipe.topology.pp * config["hidden_size"] + 3 * config["vocab_size"]
+    per_token = 17 * layers / recipe.topology.pp * config["hidden_size"] + 3 * config["vocab_size"]
     size = 2 if recipe.model.dtype is Dtype.bf16 else 4
     return recipe.train.micro_batch_tokens * per_token * size
 
