@@ -118,3 +118,8 @@ def test_the_shim_refuses_to_come_after_megatron_core(monkeypatch):
     monkeypatch.setattr(megatron, "_installed", False)
     with pytest.raises(RuntimeError, match="call install\\(\\) first"):
         megatron.install()
+
+
+def test_the_shim_leaves_device_contexts_alone():
+    with torch.device("meta"):
+        assert torch.empty(2).device.type == torch.arange(3.0).device.type == "meta"
