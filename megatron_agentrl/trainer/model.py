@@ -198,6 +198,8 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         experts = {}
         if topology.ep > 1:
             raise ValueError(f"topology.ep={topology.ep}, but the model has no experts; set topology.ep to 1")
+    if experts and topology.tp > 1 and not topology.sequence_parallel:
+        raise ValueError(f"topology.tp={topology.tp} with experts needs topology.sequence_parallel=true")
     if topology.cp > 1:
         raise ValueError(f"topology.cp={topology.cp}: the step does not cut sequences yet; set topology.cp to 1")
     on_gpu = torch.cuda.is_available()

@@ -37,6 +37,15 @@ def test_what_is_not_computed_is_refused_by_name(hf, words):
         model.architecture(hf)
 
 
+def test_topologies_that_the_model_cannot_take_are_refused_by_name():
+    for topo, words in (
+        (Topology(world=2, tp=2), "sequence_parallel=true"),
+        (Topology(world=2, cp=2), "topology.cp=2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.transformer_config(toy.NEMOTRON, toy.recipe(topo))
+
+
 def test_infinity_as_transformers_writes_it():
     assert model.architecture(toy.NEMOTRON | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}).pattern == "M*EM-E"
 
