@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 import msgspec
@@ -39,8 +38,8 @@ def _become_engine(run: Path, index: int) -> None:
     endpoints = Endpoints.read(run)
     url = endpoints.engines[index]
     spec = engine.spec_from_recipe(load_resolved(run / "recipe.yaml"), index, host_of(url), port_of(url))
-    command = [sys.executable, "-m", "megatron_agentrl.app.engine", "--spec", msgspec.json.encode(spec).decode()]
-    os.execve(sys.executable, command, engine.environment(spec, endpoints.token))
+    command = engine.command(spec)
+    os.execve(command[0], command, engine.environment(spec, endpoints.token))
 
 
 def _serve(spec: engine.EngineSpec) -> None:

@@ -146,7 +146,7 @@ def environment(spec: EngineSpec, token: str, base: Mapping[str, str] | None = N
 
 
 def _preloads() -> list[str]:
-    """tcmalloc (vLLM's wheel) and the OpenMP runtime (torch's), as vLLM preloads them into processes it spawns."""
+    """tcmalloc (where vLLM's wheel brings it) and torch's OpenMP runtime, as vLLM preloads them into processes it spawns."""
     found: list[str] = []
     for package, patterns in (("vllm", ["libs/libtcmalloc*.so*"]), ("torch", ["../torch.libs/libgomp*", "lib/libgomp*"])):
         module = importlib.util.find_spec(package)
@@ -164,7 +164,12 @@ def has_recurrent_layers(model: str) -> bool:
     return bool(_RECURRENT_LAYERS & set(kinds)) or "M" in config.get("hybrid_override_pattern", "")
 
 
+def command(spec: EngineSpec) -> list[str]:
+    """Command line of the engine process. -P: a module in the working directory must not shadow vLLM's imports."""
+    return [sys.executable, "-P", "-m", "megatron_agentrl.app.engine", "--spec", msgspec.json.encode(spec).decode()]
+
+
 def start(spec: EngineSpec, token: str, log: IO[bytes] | int | None = None) -> subprocess.Popen[bytes]:
     """Starts the engine process; it ends with the calling *thread* at the latest. `log` takes stdout and stderr."""
-    command = [sys.executable, "-m", "megatron_agentrl.app.engine", "--spec", msgspec.json.encode(spec).decode()]
-    return subprocess.Popen(command, env=environment(spec, token), stdout=log, stderr=subprocess.STDOUT if log else None)
+    errors = None if log is None else subprocess.STDOUT
+    return subprocess.Popen(command(spec), env=environment(spec, token), stdout=log, stderr=errors)
