@@ -66,11 +66,11 @@ def _prepack_experts_on_every_load() -> None:
     stock = UnquantizedFusedMoEMethod.process_weights_after_loading
 
     @functools.wraps(stock)
-    def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
         self.moe_kernel = None
         stock(self, layer)
 
-    UnquantizedFusedMoEMethod.process_weights_after_loading = process_weights_after_loading
+    UnquantizedFusedMoEMethod.process_weights_after_loading = process_weights_after_loading  # type: ignore[method-assign]
 
 
 def _add_ungated_experts() -> None:
@@ -144,12 +144,16 @@ def _add_ungated_experts() -> None:
         kernels = stock_kernels(backend)
         return [*kernels, UngatedExperts] if backend == oracle.UnquantizedMoeBackend.CPU else kernels
 
-    moe_config.FusedMoEConfig.__post_init__ = post_init
+    moe_config.FusedMoEConfig.__post_init__ = post_init  # type: ignore[method-assign]
     oracle.backend_to_kernel_cls = backend_to_kernel_cls
 
 
 def relu2_experts(
-    x_TH: torch.Tensor, w1_EFH: torch.Tensor, w2_EHF: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None
+    x_TH: torch.Tensor,
+    w1_EFH: torch.Tensor,
+    w2_EHF: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor | None,
 ) -> torch.Tensor:
     """Σ_k weight_tk · w2[e] · relu(w1[e] · x_t)² with e = ids_tk, as y_TH. weights_TK None means weights of 1.
 
@@ -182,9 +186,7 @@ def _refresh_tied_heads() -> None:
     def finalize_layerwise_processing(model: torch.nn.Module, model_config: Any) -> None:
         stock(model, model_config)
         modules = list(model.modules())
-        embeddings = [
-            m for m in modules if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
-        ]
+        embeddings = [m for m in modules if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)]
         for head in modules:
             if isinstance(head, ParallelLMHead) and any(head.weight is e.weight for e in embeddings):
                 head.quant_method.process_weights_after_loading(head)
@@ -211,7 +213,7 @@ def _leave_generator_offsets_alone() -> None:
         finally:
             self.input_batch.generators = generators
 
-    CPUModelRunner._bookkeeping_sync = bookkeeping_sync
+    CPUModelRunner._bookkeeping_sync = bookkeeping_sync  # type: ignore[method-assign]
 
 
 def _fork_engine_process(platform: type) -> None:

@@ -6,7 +6,6 @@ error: nothing is made up. Policy versions are integers; on vLLM's side they are
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,7 +110,7 @@ class VllmClient:
             ) as response:
                 payload = await response.read()
                 status = response.status
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise EngineError(self.name, "late", f"no reply within {self._timeout.total:g} s") from error
         except aiohttp.ClientError as error:
             raise EngineError(self.name, "unreachable", f"{type(error).__name__}: {error}") from error
@@ -169,15 +168,13 @@ def _excerpt(payload: bytes) -> str:
 
 
 class VllmEngine:
-    """An engine replica as the publisher sees it (implements `weights.engine.Engine`). Safe for use from one thread."""
+    """An engine replica as the publisher sees it (implements `weights.engine.Engine`). Threads may share it."""
 
     def __init__(self, name: str, url: str, token: str, workers: int = 1) -> None:
         self.name = name
         self.workers = workers
         self._manifest: Manifest | None = None
-        self._http = httpx.Client(
-            base_url=url, headers={"Authorization": f"Bearer {token}"}, transport=httpx.HTTPTransport(), trust_env=False
-        )
+        self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
 
     def close(self) -> None:
         self._http.close()
@@ -263,5 +260,7 @@ class VllmEngine:
         except httpx.TransportError as error:
             raise EngineError(self.name, "unreachable", f"{path}: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
-            raise EngineError(self.name, "refused", f"{path}: status {response.status_code}: {_excerpt(response.content)}")
+            raise EngineError(
+                self.name, "refused", f"{path}: status {response.status_code}: {_excerpt(response.content)}"
+            )
         return response

@@ -146,9 +146,12 @@ def environment(spec: EngineSpec, token: str, base: Mapping[str, str] | None = N
 
 
 def _preloads() -> list[str]:
-    """tcmalloc (where vLLM's wheel brings it) and torch's OpenMP runtime, as vLLM preloads them into processes it spawns."""
+    """What vLLM preloads into processes it spawns: tcmalloc (if its wheel brings it) and torch's OpenMP runtime."""
     found: list[str] = []
-    for package, patterns in (("vllm", ["libs/libtcmalloc*.so*"]), ("torch", ["../torch.libs/libgomp*", "lib/libgomp*"])):
+    for package, patterns in (
+        ("vllm", ["libs/libtcmalloc*.so*"]),
+        ("torch", ["../torch.libs/libgomp*", "lib/libgomp*"]),
+    ):
         module = importlib.util.find_spec(package)
         if module is None or module.origin is None:
             raise ModuleNotFoundError(f"the engine needs {package}, which is not installed (see docs/install.md)")

@@ -133,7 +133,8 @@ class StagedWeights(WeightTransferEngine[NoInit, Install]):
         try:
             if receiver is None or staged.state != "complete" or staged.version != update_info.version:
                 raise RuntimeError(f"asked to install version {update_info.version}, staged is {staged}")
-            self._require_loaded(self.model.load_weights(receiver.tensors.items()))
+            model: Any = self.model
+            self._require_loaded(model.load_weights(receiver.tensors.items()))
         except BaseException:
             self._leave_reload()
             raise

@@ -36,7 +36,7 @@ class Canary:
     """Fixed sequences and the trainer's logprobs of them.
 
     logprobs[s][t−1] = ln p(sequences[s][t] | sequences[s][:t]) at temperature 1 for t = 1 … len−1; or a function that
-    computes them, called once, while the engines are staging their last bytes.
+    computes them, called once, when all engines hold the version and none has been paused yet.
     """
 
     sequences: Sequence[Sequence[int]]
@@ -69,7 +69,10 @@ class PublishReport:
     version: int
     nbytes: int
     seconds: dict[str, float]
-    """By phase the slowest engine's time, and `total`. The engines' pause lasts pause + install + resume."""
+    """By phase the slowest engine's time; `reference`: the trainer's own canary logprobs; `total`.
+
+    An engine generates nothing during pause + install + resume.
+    """
     engines: dict[str, EngineOutcome]
 
     @property
@@ -120,7 +123,9 @@ class Publisher:
         outcomes = {name: EngineOutcome(name) for name in self.engines}
         with ThreadPoolExecutor(max_workers=max(1, len(self.engines)), thread_name_prefix="publish") as pool:
             self._stage(version, manifest, tensors, outcomes, deadline, pool)
+            reference = time.monotonic()
             expected = canary.expected()
+            reference = time.monotonic() - reference
             staged = [self.engines[name] for name, outcome in outcomes.items() if outcome.error is None]
             list(
                 pool.map(
@@ -131,6 +136,7 @@ class Publisher:
                 )
             )
         seconds = {phase: max(o.seconds.get(phase, 0.0) for o in outcomes.values()) for phase in PHASES}
+        seconds["reference"] = reference
         seconds["total"] = time.monotonic() - begin
         return PublishReport(version, manifest.nbytes, seconds, outcomes)
 
@@ -228,7 +234,8 @@ class Publisher:
             self._after_failure(engine, "none", outcome, resume=False)
             return
         with _phase(outcome, "canary", deadline):
-            scored = [engine.score(sequence, deadline) for sequence in sequences]
+            with ThreadPoolExecutor(max_workers=max(1, len(sequences)), thread_name_prefix="canary") as pool:
+                scored = list(pool.map(lambda sequence: engine.score(sequence, deadline), sequences))
             outcome.gap, where = largest_gap(expected, scored)
             if not outcome.gap <= self._tolerance:
                 raise EngineError(
@@ -280,9 +287,7 @@ class _phase:
         return True
 
 
-def largest_gap(
-    expected: Sequence[Sequence[float]], scored: Sequence[Sequence[float]]
-) -> tuple[float, str]:
+def largest_gap(expected: Sequence[Sequence[float]], scored: Sequence[Sequence[float]]) -> tuple[float, str]:
     """Largest |expected − scored| and its place. A NaN on either side counts as infinite."""
     worst, where = 0.0, "no token"
     for s, (row, found) in enumerate(zip(expected, scored, strict=True)):

@@ -47,7 +47,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def crc32(data: torch.Tensor) -> int:
     """CRC-32 of a flat uint8 tensor."""
-    return zlib.crc32(memoryview(data.numpy()))
+    return zlib.crc32(data.numpy())  # type: ignore[arg-type]
 
 
 @dataclass

@@ -98,7 +98,7 @@ class GlooChannel:
         try:
             if store is None:
                 store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=_local_address(rendezvous))]
             prefixed = dist.PrefixStore(rendezvous.prefix, store)
