@@ -17,6 +17,7 @@ import msgspec
 
 from megatron_agentrl.weights.engine import EngineError, Staging
 from megatron_agentrl.weights.manifest import Manifest
+from megatron_agentrl.weights.staging import BeginStaging
 from megatron_agentrl.weights.transport import Rendezvous
 
 __all__ = ["EngineError", "GenerateReply", "VllmClient", "VllmEngine"]
@@ -196,11 +197,8 @@ class VllmEngine:
     def begin_staging(
         self, version: int, manifest: Manifest, rendezvous: Rendezvous | None, seconds: float, deadline: float
     ) -> None:
-        request: dict[str, Any] = {"version": version, "seconds": seconds}
-        if rendezvous is not None or manifest != self._manifest:
-            request["manifest"] = manifest
-        if rendezvous is not None:
-            request["rendezvous"] = rendezvous
+        known = rendezvous is None and manifest == self._manifest
+        request = BeginStaging(version, seconds, None if known else manifest, rendezvous)
         self._call_workers("stage_begin", deadline, msgspec.json.encode(request).decode())
         self._manifest = manifest
 
@@ -222,6 +220,10 @@ class VllmEngine:
     def withdraw(self, deadline: float) -> None:
         self._post("/update_weight_version", deadline, json={"new_version": NO_VERSION})
         self._post("/abort_requests", deadline, json={})
+
+    def name_version(self, version: int, deadline: float) -> None:
+        """Gives the present weights their version. For an engine that loaded a model folder itself: it starts without."""
+        self._post("/update_weight_version", deadline, json={"new_version": str(version)})
 
     def version(self, deadline: float) -> int | None:
         """The version the engine stamps on tokens now."""

@@ -8,8 +8,6 @@ each layer is loaded into unprocessed parameters, post-processed as at start-up,
 
 from __future__ import annotations
 
-import threading
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +24,13 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from megatron_agentrl.rollout.engine import TRANSFER_BACKEND
-from megatron_agentrl.weights.engine import Staging
-from megatron_agentrl.weights.manifest import Manifest
-from megatron_agentrl.weights.stream import ManifestError, Receiver, StreamAborted
-from megatron_agentrl.weights.transport import GlooChannel, Rendezvous, TransportError
+from megatron_agentrl.weights.staging import BeginStaging, StagingArea
+from megatron_agentrl.weights.stream import ManifestError
 
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Channels are opened by `begin`, in the staging thread; vLLM's own hook for it would block generation."""
+    """Channels are opened by the staging thread; vLLM's own hook for it would block generation."""
 
 
 @dataclass
@@ -53,74 +49,13 @@ class StagedWeights(WeightTransferEngine[NoInit, Install]):
         super().__init__(config, vllm_config, device, model)
         if vllm_config.parallel_config.enable_eplb:
             raise ValueError("expert load balancing (EPLB) moves experts that a reload then misplaces; turn it off")
-        self._channel: GlooChannel | None = None
-        self._thread: threading.Thread | None = None
-        self._receiver: Receiver | None = None
-        self._manifest: Manifest | None = None
-        self._status = Staging("idle")
-
-    # ---- receiving (beside generation) ---------------------------------------------------------------------------
-
-    def begin(self, version: int, manifest: Manifest | None, rendezvous: Rendezvous | None, seconds: float) -> None:
-        """Starts the staging thread. `manifest` None repeats the last one."""
-        if self._thread is not None and self._thread.is_alive():
-            if rendezvous is None:
-                raise RuntimeError(f"version {self._status.version} is still being received")
-            self._close_channel()  # a new rendezvous means the trainer gave the old channel up
-            self._thread.join(timeout=5)
-            if self._thread.is_alive():
-                raise RuntimeError("the previous reception does not end")
-        self._manifest = manifest or self._manifest
-        if self._manifest is None:
-            raise RuntimeError("no manifest was ever sent to this engine")
-        if self._channel is None and rendezvous is None:
-            raise RuntimeError("this engine has no channel to the trainer; publish with a new rendezvous")
-        self._receiver = Receiver(self._manifest)
-        self._status = Staging("receiving", version, expected=len(self._manifest.tensors))
-        deadline = time.monotonic() + seconds
-        self._thread = threading.Thread(
-            target=self._receive, args=(self._receiver, version, rendezvous, deadline), name="weights", daemon=True
-        )
-        self._thread.start()
-
-    def _receive(self, receiver: Receiver, version: int, rendezvous: Rendezvous | None, deadline: float) -> None:
-        state, error = "complete", ""
-        try:
-            if rendezvous is not None:
-                self._close_channel()
-                self._channel = GlooChannel(rendezvous, 1 + self.parallel_config.rank, deadline)
-            assert self._channel is not None
-            receiver.receive(self._channel, deadline)
-        except (StreamAborted, ManifestError) as problem:
-            state, error = "failed", str(problem)
-        except TransportError as problem:
-            state, error = "failed", str(problem)
-            self._close_channel()
-        self._status = self._as_status(receiver, state, version, error)
-
-    @staticmethod
-    def _as_status(receiver: Receiver, state: str, version: int | None, error: str) -> Staging:
-        return Staging(state, version, len(receiver.tensors), len(receiver.manifest.tensors), receiver.nbytes, error)
-
-    def status(self) -> Staging:
-        now = self._status
-        if now.state == "receiving" and self._receiver is not None:
-            return self._as_status(self._receiver, now.state, now.version, "")
-        return now
-
-    def _close_channel(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.abort()
-
-    # ---- installing (paused) -------------------------------------------------------------------------------------
+        self.staging = StagingArea(1 + vllm_config.parallel_config.rank)
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         raise NotImplementedError("channels are opened when staging begins")
 
     def start_weight_update(self) -> None:
-        if self._status.state != "complete":
-            raise RuntimeError(f"nothing to install: staging is {self._status.state} {self._status.error}")
+        self.staging.require()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -128,13 +63,9 @@ class StagedWeights(WeightTransferEngine[NoInit, Install]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Install) -> None:
-        receiver, self._receiver = self._receiver, None
-        staged, self._status = self._status, Staging("idle")
+        model: Any = self.model
         try:
-            if receiver is None or staged.state != "complete" or staged.version != update_info.version:
-                raise RuntimeError(f"asked to install version {update_info.version}, staged is {staged}")
-            model: Any = self.model
-            self._require_loaded(model.load_weights(receiver.tensors.items()))
+            self._require_loaded(model.load_weights(self.staging.take(update_info.version).items()))
         except BaseException:
             self._leave_reload()
             raise
@@ -164,7 +95,7 @@ class StagedWeights(WeightTransferEngine[NoInit, Install]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        self._close_channel()
+        self.staging.close()
 
 
 class WorkerExtension:
@@ -173,18 +104,10 @@ class WorkerExtension:
     weight_transfer_engine: StagedWeights
 
     def stage_begin(self, request: str) -> None:
-        asked = msgspec.json.decode(request, type=BeginStaging)
-        self.weight_transfer_engine.begin(asked.version, asked.manifest, asked.rendezvous, asked.seconds)
+        self.weight_transfer_engine.staging.begin(msgspec.json.decode(request, type=BeginStaging))
 
     def stage_status(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self.weight_transfer_engine.status())
-
-
-class BeginStaging(msgspec.Struct):
-    version: int
-    seconds: float
-    manifest: Manifest | None = None
-    rendezvous: Rendezvous | None = None
+        return msgspec.to_builtins(self.weight_transfer_engine.staging.status())
 
 
 if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:

@@ -11,7 +11,9 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from megatron_agentrl.rollout.client import GenerateReply, VllmClient
 from megatron_agentrl.weights.engine import EngineError
@@ -19,6 +21,12 @@ from megatron_agentrl.weights.engine import EngineError
 #: serving: proven weights. held: a version is being installed or proven. quarantined: it failed its canary.
 #: none: no usable weights (before the first publish, or after a failed install).
 STATES = ("serving", "held", "quarantined", "none")
+
+
+class Announcement(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    state: str
+    version: int | None = None
 
 
 class GenerateClient(Protocol):
@@ -55,8 +63,11 @@ class PooledEngine:
 class EnginePool:
     """Routes requests over engines. Times are time.time(), so that intervals of several processes compare."""
 
-    def __init__(self, *, wait: float = 120.0) -> None:
-        """`wait` is the seconds a request may wait for a serving engine, and a reply for its version to be proven."""
+    def __init__(self, token: str = "", *, timeout: float = 120.0, wait: float = 120.0) -> None:
+        """`token` and `timeout` (seconds of a request) are for the clients that `update` makes; `wait` is the seconds
+        a request may wait for a serving engine, and a reply for its version to be proven."""
+        self._token = token
+        self._timeout = timeout
         self._wait = wait
         self._engines: dict[str, PooledEngine] = {}
         self._changed = asyncio.Event()  # set and replaced at each change
@@ -73,12 +84,19 @@ class EnginePool:
             self._withdraw(old)
             await old.client.close()
 
-    async def put(self, name: str, url: str, state: str, version: int | None, token: str, timeout: float) -> None:
-        """What an announcement `{url, state, version}` of an engine means: adds it where it is new or moved, then sets it."""
+    async def update(self, name: str, body: dict[str, Any]) -> None:
+        """Takes the body of `PUT /engines/NAME`: {"url", "state", "version"}. An engine that is new or moved is added.
+
+        Raises ValueError for a body that is not one.
+        """
+        try:
+            asked = msgspec.convert(body, Announcement)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"engine {name}: {error}") from error
         known = self._engines.get(name)
-        if known is None or known.url != url:
-            await self.add(name, VllmClient(name, url, token, timeout), url)
-        self.set_state(name, state, version)
+        if known is None or known.url != asked.url:
+            await self.add(name, VllmClient(name, asked.url, self._token, self._timeout), asked.url)
+        self.set_state(name, asked.state, asked.version)
 
     def set_state(self, name: str, state: str, version: int | None = None) -> None:
         """Raises ValueError for an unknown engine or state, or for `serving` without a version."""

@@ -14,7 +14,7 @@ After END each worker answers with two int64: 1 or 0 (all tensors there and inta
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -153,8 +153,8 @@ class Receiver:
         self.tensors: dict[str, torch.Tensor] = {}
         self.nbytes = 0
 
-    def receive(self, channel: Channel, deadline: float) -> None:
-        """Blocks until the version is whole and acknowledged.
+    def receive(self, channel: Channel, deadline: float, before_answer: Callable[[], None] = lambda: None) -> None:
+        """Blocks until the version is whole and acknowledged; `before_answer` is called between the two.
 
         Raises StreamAborted, TransportError, or ManifestError (incomplete or damaged; the trainer is told).
         """
@@ -172,6 +172,8 @@ class Receiver:
                 break
             self._take(first, count, body, crcs)
         problem = self._problem(crcs, body.view(torch.int64).tolist())
+        if problem is None:
+            before_answer()
         channel.send(torch.tensor([int(problem is None), len(self.tensors)], dtype=torch.int64), 0, deadline)
         if problem is not None:
             raise ManifestError(problem)
