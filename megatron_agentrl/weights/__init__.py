@@ -1,1 +1,1 @@
-"""Trainer shards to engines: the publish protocol, the Engine interface it needs, transports."""
+"""Moving a policy version from the trainer to the engines: manifest, transports, the publish protocol."""
