@@ -18,6 +18,7 @@ from megatron_agentrl.coordinator.service import Coordinator
 from megatron_agentrl.data.prompts import PromptSets, fingerprint, load_prompts
 from megatron_agentrl.data.stream import Stream
 from megatron_agentrl.launch.endpoints import Endpoints, host_of, port_of
+from megatron_agentrl.observe.events import EventLog
 from megatron_agentrl.recipe.errors import RecipeError
 from megatron_agentrl.recipe.load import load_resolved
 from megatron_agentrl.recipe.schema import Recipe
@@ -58,7 +59,10 @@ def main(argv: list[str] | None = None) -> int:
         fatal.append(reason)
         server.should_exit = True
 
-    app = CoordinatorApp(Coordinator(recipe, ledger, prompts), endpoints.token, run_dir, on_fatal=stop)
+    events = EventLog(run_dir, f"coordinator-{arguments.index}")
+    app = CoordinatorApp(
+        Coordinator(recipe, ledger, prompts, record=events.point), endpoints.token, run_dir, on_fatal=stop
+    )
     config = uvicorn.Config(
         app.asgi,
         host=host_of(endpoints.coordinator),

@@ -114,12 +114,13 @@ class CoordinatorApp:
         asked = await _body(request, WorkRequest)
         deadline = time.monotonic() + WORK_WAIT
         while True:
+            changed = self._changed
             groups = self.service.work(asked.worker, asked.max)
             left = deadline - time.monotonic()
             if groups or asked.max < 1 or self.service.stopping or left <= 0:
                 await self._commit()
                 return WorkReply(groups, self.service.stopping)
-            await self._wait(left)
+            await _within(changed, left)
             if await request.is_disconnected():  # do not hand work to a caller that has gone
                 raise ClientDisconnect
 
@@ -132,12 +133,13 @@ class CoordinatorApp:
         step = _number(request, "step", int, None)
         deadline = time.monotonic() + min(_number(request, "wait", float, 0.0), MOST_WAIT)
         while True:
+            changed = self._changed
             reply = self.service.batch(step)
             await self._commit()  # also while waiting: stale groups may have been dropped, which makes room
             left = deadline - time.monotonic()
             if reply.status != "waiting" or left <= 0:
                 return reply
-            await self._wait(left)
+            await _within(changed, left)
 
     async def steps(self, request: Request) -> dict[str, bool]:
         report = await _body(request, StepReport)
@@ -160,12 +162,13 @@ class CoordinatorApp:
     async def eval_status(self, request: Request) -> dict[str, Any]:
         deadline = time.monotonic() + min(_number(request, "wait", float, 0.0), MOST_WAIT)
         while True:
+            changed = self._changed
             status = self.service.eval_status(request.path_params["eval_id"])
             await self._commit()
             left = deadline - time.monotonic()
             if status["done"] or left <= 0:
                 return status
-            await self._wait(left)
+            await _within(changed, left)
 
     async def checkpoints(self, request: Request) -> dict[str, bool]:
         asked = await _body(request, CheckpointRequest)
@@ -235,17 +238,16 @@ class CoordinatorApp:
         self._flush = None
         if self._broken:
             raise LedgerError(f"nothing is written any more: {self._broken}")
-        self.service.ledger.commit()
+        try:
+            self.service.ledger.commit()
+        except Exception:  # told here too: the request that asked for the commit may be gone
+            self._fatal(f"commit failed\n{traceback.format_exc()}")
+            raise
         self._notify()
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    async def _wait(self, seconds: float) -> None:
-        """Until something changes, at most `seconds`."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
 
     async def _watch_leases(self) -> None:
         interval = min(1.0, self.service.lease / 4)
@@ -266,6 +268,12 @@ class CoordinatorApp:
             yield
         finally:
             watch.cancel()
+
+
+async def _within(changed: asyncio.Event, seconds: float) -> None:
+    """Until `changed` is set, at most `seconds`. The event is taken before looking: no change can fall between."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(changed.wait(), seconds)
 
 
 def _reply(value: Any, status: int = 200) -> Response:

@@ -67,7 +67,8 @@ class BatchReply(msgspec.Struct, omit_defaults=True):
 
 
 class Coordinator:
-    """One run. `clock` is monotonic seconds; `grace` is added to `agent.timeout` for a sample's lease."""
+    """One run. `clock` is monotonic seconds; `grace` is added to `agent.timeout` for a sample's lease; `record` takes
+    (name, fields) of what happens, for the event log."""
 
     def __init__(
         self,
@@ -76,12 +77,14 @@ class Coordinator:
         prompts: PromptSets,
         clock: Callable[[], float] = time.monotonic,
         grace: float = GRACE,
+        record: Callable[..., None] = lambda name, **fields: None,
     ) -> None:
         topology = recipe.topology
         self.recipe = recipe
         self.ledger = ledger
         self.prompts = prompts
         self.clock = clock
+        self.record = record
         self.lease = recipe.agent.timeout + grace
         self.failure_limit = max(8, recipe.train.batch)
         self.shape = Shape(
@@ -222,6 +225,7 @@ class Coordinator:
 
     def _fail(self, group: Group, sample: Sample, failure: Failure) -> None:
         self.ledger.count(f"failed_{failure.status}")
+        self.record("sample_failed", task_id=group.task_id, sample=sample.index, **failure._asdict())
         last = len(sample.failures) >= self.recipe.agent.retries
         self.ledger.fail(group, sample, failure, last)
         if not last:
@@ -247,6 +251,7 @@ class Coordinator:
             self.ledger.finish(group, "dropped", TOO_FEW)
         else:
             self.ledger.finish(group, "failed", "every sample failed")
+        self.record("group_lost", task_id=group.task_id, state=group.state, survivors=survivors)
         last = next(sample for sample in group.samples if sample.state == "failed").failures[-1]
         self._streak.append(f"{group.task_id}: {last.status}: {last.message}")
         if len(self._streak) >= self.failure_limit:
@@ -305,10 +310,12 @@ class Coordinator:
         selection = select(candidates, step, eta, size)
         for task_id in selection.stale:
             self.ledger.finish(self.ledger.live[task_id], "dropped", STALE)
+            self.record("group_stale", task_id=task_id, step=step)
         if len(selection.chosen) < size:
             return False
         plan = plan_batch(selection.chosen, step, eta, self.shape, self.keep_equal)
         self.ledger.store_plan(step, msgspec.json.encode(plan), [chosen.task_id for chosen in selection.chosen])
+        self.record("plan", step=step, tokens=plan.tokens, padding=plan.padding, skipped=plan.skipped, **plan.stats)
         return True
 
     def trained(self, step: int, metrics: dict[str, Any]) -> None:
@@ -331,6 +338,7 @@ class Coordinator:
     ) -> None:
         """Takes a report and settles the receipts that were held for it."""
         self.ledger.report_version(engine, version, state, gap, seconds)
+        self.record("version", engine=engine, version=version, state=state, gap=gap, seconds=seconds)
         held = [
             (group, sample, sample.receipt)
             for group in self.ledger.live.values()

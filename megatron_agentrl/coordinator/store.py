@@ -71,11 +71,13 @@ class Store:
             self.db.execute("PRAGMA synchronous = FULL")
             self.db.execute("BEGIN EXCLUSIVE")
             self.db.execute("COMMIT")
-        except sqlite3.OperationalError as error:
+            if not self.db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+                self._create(identity)
+        except sqlite3.DatabaseError as error:
             self.db.close()
-            raise LedgerError(f"{self.path}: {error}; another coordinator holds it, or it cannot be written") from error
-        if not self.db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-            self._create(identity)
+            raise LedgerError(
+                f"{self.path}: {error}; another coordinator holds it, or it is not a ledger that can be written"
+            ) from error
         self.check(identity)
 
     def _create(self, identity: str) -> None:

@@ -146,7 +146,7 @@ _receipts = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     groups=st.lists(_receipts, min_size=1, max_size=6),
     ranks=st.integers(1, 5),

@@ -264,6 +264,41 @@ def test_one_process_holds_the_file_and_other_prompts_are_refused(tmp_path):
         Ledger(tmp_path / "ledger.sqlite", Stream(4), "b")
 
 
+def test_a_file_that_is_no_ledger_is_refused(tmp_path):
+    (tmp_path / "ledger.sqlite").write_bytes(b"not a database, and long enough to be looked at" * 40)
+    with pytest.raises(LedgerError, match="not a ledger that can be written"):
+        Ledger(tmp_path / "ledger.sqlite", Stream(4))
+
+
+def test_a_snapshot_of_another_run_is_refused(tmp_path):
+    made = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        coordinator = start(tmp_path / name, recipe(), prompts(5))
+        coordinator.version("engine-0", 0, "proven")
+        answer_all(coordinator, 0)
+        made.append(coordinator)
+    (tmp_path / "step_0").mkdir()
+    made[0].checkpoint(0, tmp_path / "step_0")
+    with pytest.raises(LedgerError, match="is of another run than .*two/ledger.sqlite, which holds 4 groups"):
+        made[1].resume(0, tmp_path / "step_0")
+
+
+def test_evals_survive_a_restart_and_those_of_rolled_back_versions_do_not(tmp_path):
+    coordinator = start(tmp_path, recipe(batch=1, group_size=1, eta=0), prompts(5, held_out=2))
+    results = {}
+    for step in range(3):
+        coordinator.version("engine-0", step, "proven")
+        results[step] = coordinator.start_eval("train", step)
+        answer_all(coordinator, step)
+        train(coordinator, step)
+    assert all(coordinator.eval_status(eval_id)["finished"] == 2 for eval_id in results.values())
+    coordinator = again(coordinator, tmp_path, 1, None)
+    assert coordinator.start_eval("train", 1) == results[1]
+    assert coordinator.eval_status(results[1])["done"]
+    assert coordinator.start_eval("train", 2) == "e0004"
+
+
 def test_a_resume_that_cannot_be_is_refused(tmp_path):
     coordinator = start(tmp_path, recipe(), prompts(5))
     with pytest.raises(LedgerError, match="is empty and there is no snapshot"):
