@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 
@@ -105,6 +106,9 @@ def _patch_generator(cuda: Any) -> None:
 
 
 def _patch_tensors() -> None:
+    # `with torch.device(...)` recognises factories by identity, in a list it makes once from torch's names:
+    # made after the patch it would miss the real ones, and such a context would silently do nothing.
+    _device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _redirected(getattr(torch, name)))
 

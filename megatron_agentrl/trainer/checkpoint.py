@@ -28,6 +28,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.optimizer import distrib_optimizer as _distrib
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -241,6 +242,7 @@ def _write(state: dict[str, Any], folder: Path) -> None:
     # are threads of this process, for which a plain queue is enough.
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
+    torch_strategy._logged_mcore_async_deprecation = True  # a warning about asynchronous saves, which this is not
     dist_checkpointing.save(state, str(folder))
 
 
@@ -331,10 +333,16 @@ def _set_adam_step(optimizer: Any, step: int) -> None:
 
 
 def _rng_state() -> dict[str, Any]:
-    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": (str(name), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)),
+        "numpy": (
+            str(name),
+            torch.from_numpy(numpy.asarray(keys).astype("int64")),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state().cpu(),
         "tracker": {name: state.cpu() for name, state in get_cuda_rng_tracker().get_states().items()},

@@ -44,7 +44,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -55,7 +55,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.eps = config.layernorm_epsilon
         device = self.weight.device
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype, device=device))
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """input_ [..., input_size]; returns (output, bias) as ColumnParallelLinear does."""

@@ -1,8 +1,9 @@
 """From a Hugging Face config.json to megatron-core's HybridModel.
 
 Reads `nemotron_h` and `qwen3_moe`. What megatron-core would compute differently from the Hugging Face model
-is refused by name; nothing in a config is silently ignored that changes the function. Weights are not read
-here (see `trainer.weights_io`): a built model holds megatron-core's own initialisation.
+is refused by name; nothing in a config is silently ignored that changes the policy. Heads for multi-token
+prediction are not built: the policy does not use them, and `trainer.weights_io` carries them over. Weights
+are not read here: a built model holds megatron-core's own initialisation.
 """
 
 from __future__ import annotations
@@ -18,19 +19,10 @@ from megatron.core.activations import squared_relu
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
 
+from megatron_agentrl.layout.megatron import layer_pattern, padded_vocabulary, split_layers
 from megatron_agentrl.recipe.schema import Dtype, Recipe
 from megatron_agentrl.trainer.layers import stack_spec
 from megatron_agentrl.trainer.topology import Rank
-
-#: The padded vocabulary is a multiple of this times the tensor-parallel size.
-VOCABULARY_DIVISOR = 64
-
-_LETTERS = {
-    "linear_attention": "M", "mamba": "M", "mamba2": "M",
-    "full_attention": "*", "attention": "*",
-    "moe": "E",
-    "mlp": "-",
-}  # fmt: skip
 
 
 @dataclass
@@ -48,12 +40,6 @@ class Architecture:
     mixer_norm_eps: float = 1e-5
 
 
-def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
-    """Rows of the embedding and the head: ceil(V / (64 * TP)) * 64 * TP. Rows beyond V are never a token."""
-    unit = VOCABULARY_DIVISOR * tp_size
-    return math.ceil(vocab_size / unit) * unit
-
-
 def _refuse(hf: dict[str, Any], allowed: dict[str, tuple[Any, ...]]) -> None:
     """Raise for a key that is present with a value the trainer does not compute."""
     for key, values in allowed.items():
@@ -63,37 +49,6 @@ def _refuse(hf: dict[str, Any], allowed: dict[str, tuple[Any, ...]]) -> None:
                 f"config.json: {key}={found!r} is not supported for model_type={hf['model_type']!r} "
                 f"(supported: {', '.join(map(repr, values))})"
             )
-
-
-def layer_pattern(hf: dict[str, Any]) -> str:
-    """One letter a layer: M Mamba-2, * attention, E experts, - MLP.
-
-    A `nemotron_h` layer is one entry; a `qwen3_moe` layer is two (attention, then experts or MLP).
-
-    Raises:
-        ValueError: an unknown model_type or layer kind.
-    """
-    kind = hf.get("model_type")
-    if kind == "nemotron_h":
-        pattern = hf.get("hybrid_override_pattern")
-        if pattern is None:
-            names = hf.get("layers_block_type") or hf.get("layer_types")
-            if not names:
-                raise ValueError("config.json: nemotron_h needs layers_block_type or hybrid_override_pattern")
-            unknown = sorted({name for name in names if name not in _LETTERS})
-            if unknown:
-                raise ValueError(f"config.json: unknown layers_block_type {unknown}; known: {sorted(_LETTERS)}")
-            pattern = "".join(_LETTERS[name] for name in names)
-        if not pattern or set(pattern) - set("M*E-"):
-            raise ValueError(f"config.json: hybrid_override_pattern={pattern!r} may hold only M, *, E and -")
-        return pattern
-    if kind == "qwen3_moe":
-        dense, every = set(hf.get("mlp_only_layers") or ()), hf.get("decoder_sparse_step", 1)
-        return "".join(
-            "*E" if layer not in dense and (layer + 1) % every == 0 else "*-"
-            for layer in range(hf["num_hidden_layers"])
-        )
-    raise ValueError(f"config.json: model_type={kind!r} is not supported; supported: nemotron_h, qwen3_moe")
 
 
 def _number(value: Any) -> float:
@@ -111,28 +66,28 @@ def _nemotron_h(hf: dict[str, Any]) -> Architecture:
         "attention_bias": (False,), "mlp_bias": (False,), "use_bias": (False,), "mamba_proj_bias": (False,),
         "use_conv_bias": (True,), "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",),
         "sliding_window": (None,), "attention_dropout": (0.0, 0), "hidden_dropout": (0.0, 0),
-        "num_nextn_predict_layers": (0, None), "n_shared_experts": (1, None), "residual_in_fp32": (False,),
+        "n_shared_experts": (1, None), "residual_in_fp32": (False,),
     })  # fmt: skip
     limit = tuple(map(_number, hf.get("time_step_limit", (0.0, math.inf))))
     if limit != (0.0, math.inf):
         raise ValueError(f"config.json: time_step_limit={limit} is not supported (only (0.0, inf))")
-    config = dict(
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        kv_channels=hf["head_dim"],
-        layernorm_epsilon=hf.get("layer_norm_epsilon", 1e-5),
-        gated_linear_unit=False,
-        activation_func=squared_relu,
-        ffn_hidden_size=hf.get("intermediate_size") or 4 * hf["hidden_size"],
-    )
+    config = {
+        "num_attention_heads": hf["num_attention_heads"],
+        "num_query_groups": hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        "kv_channels": hf["head_dim"],
+        "layernorm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
+        "gated_linear_unit": False,
+        "activation_func": squared_relu,
+        "ffn_hidden_size": hf.get("intermediate_size") or 4 * hf["hidden_size"],
+    }
     if "M" in pattern:
-        config |= dict(
-            is_hybrid_model=True,
-            mamba_state_dim=hf["ssm_state_size"],
-            mamba_head_dim=hf["mamba_head_dim"],
-            mamba_num_groups=hf["n_groups"],
-            mamba_num_heads=hf["mamba_num_heads"],
-        )
+        config |= {
+            "is_hybrid_model": True,
+            "mamba_state_dim": hf["ssm_state_size"],
+            "mamba_head_dim": hf["mamba_head_dim"],
+            "mamba_num_groups": hf["n_groups"],
+            "mamba_num_heads": hf["mamba_num_heads"],
+        }
     if "E" in pattern:
         # megatron-core divides sigmoid scores by their sum exactly when more than one expert is chosen.
         normalised, top_k = hf.get("norm_topk_prob", True), hf["num_experts_per_tok"]
@@ -141,25 +96,31 @@ def _nemotron_h(hf: dict[str, Any]) -> Architecture:
                 f"config.json: norm_topk_prob={normalised} with num_experts_per_tok={top_k} is not supported "
                 f"(sigmoid scores are normalised exactly when more than one expert is chosen)"
             )
-        groups = hf.get("n_group") or 1
-        config |= dict(
-            num_moe_experts=hf["n_routed_experts"],
-            moe_router_topk=top_k,
-            moe_ffn_hidden_size=hf["moe_intermediate_size"],
-            moe_latent_size=hf.get("moe_latent_size"),
-            moe_shared_expert_intermediate_size=hf.get("moe_shared_expert_intermediate_size"),
-            moe_router_score_function="sigmoid",
-            moe_router_enable_expert_bias=True,
-            moe_router_topk_scaling_factor=hf.get("routed_scaling_factor", 1.0),
-            moe_router_num_groups=groups if groups > 1 else None,
-            moe_router_group_topk=hf.get("topk_group", 1) if groups > 1 else None,
-        )
+        # A group's score is the sum of its two best experts in the model, of its top_k // topk_group best here.
+        groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
+        if groups > 1 and top_k // chosen != 2:
+            raise ValueError(
+                f"config.json: n_group={groups} is supported where num_experts_per_tok // topk_group is 2, "
+                f"found {top_k} // {chosen}"
+            )
+        config |= {
+            "num_moe_experts": hf["n_routed_experts"],
+            "moe_router_topk": top_k,
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_latent_size": hf.get("moe_latent_size"),
+            "moe_shared_expert_intermediate_size": hf.get("moe_shared_expert_intermediate_size"),
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),
+            "moe_router_num_groups": groups if groups > 1 else None,
+            "moe_router_group_topk": chosen if groups > 1 else None,
+        }
     return Architecture(
         pattern=pattern,
         vocab_size=hf["vocab_size"],
         tied=hf.get("tie_word_embeddings", False),
         config=config,
-        mixer=dict(d_conv=hf.get("conv_kernel", 4), chunk_size=hf.get("chunk_size", 128)),
+        mixer={"d_conv": hf.get("conv_kernel", 4), "chunk_size": hf.get("chunk_size", 128)},
         mixer_norm_eps=hf.get("layer_norm_epsilon", 1e-5),
     )
 
@@ -173,27 +134,27 @@ def _qwen3_moe(hf: dict[str, Any]) -> Architecture:
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling != "default":
         raise ValueError(f"config.json: rope_type={scaling!r} is not supported for model_type='qwen3_moe'")
-    config = dict(
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        layernorm_epsilon=hf.get("rms_norm_eps", 1e-6),
-        qk_layernorm=True,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        ffn_hidden_size=hf["intermediate_size"],
-    )
+    config = {
+        "num_attention_heads": hf["num_attention_heads"],
+        "num_query_groups": hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        "layernorm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "ffn_hidden_size": hf["intermediate_size"],
+    }
     pattern = layer_pattern(hf)
     if "E" in pattern:
         # The softmax over the chosen logits equals the renormalised choice from the full softmax; without
         # renormalisation the full softmax comes first.
-        config |= dict(
-            num_moe_experts=hf.get("num_experts") or hf["num_local_experts"],
-            moe_router_topk=hf["num_experts_per_tok"],
-            moe_ffn_hidden_size=hf["moe_intermediate_size"],
-            moe_router_score_function="softmax",
-            moe_router_pre_softmax=not hf.get("norm_topk_prob", False),
-        )
+        config |= {
+            "num_moe_experts": hf.get("num_experts") or hf["num_local_experts"],
+            "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+        }
     return Architecture(
         pattern=pattern,
         vocab_size=hf["vocab_size"],
@@ -224,19 +185,21 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     """
     arch, topology = architecture(hf), recipe.topology
     dtype = torch.bfloat16 if recipe.model.dtype == Dtype.bf16 else torch.float32
-    experts = dict(
-        expert_model_parallel_size=topology.ep,
-        expert_tensor_parallel_size=topology.etp,
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_router_bias_update_rate=0.0,
-        moe_token_dispatcher_type="alltoall",
-    )
+    experts = {
+        "expert_model_parallel_size": topology.ep,
+        "expert_tensor_parallel_size": topology.etp,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+    }
     if "E" not in arch.pattern:
         experts = {}
         if topology.ep > 1:
             raise ValueError(f"topology.ep={topology.ep}, but the model has no experts; set topology.ep to 1")
+    if experts and topology.tp > 1 and not topology.sequence_parallel:
+        raise ValueError(f"topology.tp={topology.tp} with experts needs topology.sequence_parallel=true")
     if topology.cp > 1:
         raise ValueError(f"topology.cp={topology.cp}: the step does not cut sequences yet; set topology.cp to 1")
     on_gpu = torch.cuda.is_available()
@@ -269,26 +232,6 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     )
 
 
-def _stages(pattern: str, pp_size: int, vpp_size: int) -> str:
-    """Put `|` between the stages of a pipeline: equal numbers of layers, the first stages one more.
-
-    Raises:
-        ValueError: fewer layers than stages.
-    """
-    stages = pp_size * vpp_size
-    if stages == 1:
-        return pattern
-    if len(pattern) < stages:
-        raise ValueError(f"the model has {len(pattern)} layers, fewer than pp * vpp = {stages} stages")
-    each, extra = divmod(len(pattern), stages)
-    cuts, parts = 0, []
-    for stage in range(stages):
-        size = each + (stage < extra)
-        parts.append(pattern[cuts : cuts + size])
-        cuts += size
-    return "|".join(parts)
-
-
 def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
     """Build this rank's model chunks (one, or `topology.vpp` of them) on `rank.device`.
 
@@ -301,7 +244,8 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
     """
     arch, config = architecture(hf), transformer_config(hf, recipe)
     spec = stack_spec(config, arch.mixer if "M" in arch.pattern else {})
-    pattern = _stages(arch.pattern, rank.pp_size, rank.vpp_size)
+    stages = split_layers(len(arch.pattern), rank.pp_size * rank.vpp_size)
+    pattern = "|".join(arch.pattern[first:stop] for first, stop in stages)
     chunks = []
     for chunk in range(rank.vpp_size):
         stage = chunk if rank.vpp_size > 1 else None

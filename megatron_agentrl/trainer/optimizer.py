@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -162,7 +161,7 @@ def set_router_bias_rate(models: list[Any], rate: float) -> None:
         router.frozen_expert_bias = rate == 0.0
 
 
-def routers(models: list[Any]) -> list[torch.nn.Module]:
+def routers(models: list[Any]) -> list[Any]:
     """Routers with an expert bias, in layer order."""
     return [
         module

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_agentrl.cpu import mamba, megatron
 
 
 def inputs(length: int, seed: int = 0) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return dict(
-        x=torch.randn(2, length, 6, 5, generator=g), dt=torch.randn(2, length, 6, generator=g),
-        A=-torch.rand(6, generator=g) * 4 - 0.1, B=torch.randn(2, length, 3, 7, generator=g),
-        C=torch.randn(2, length, 3, 7, generator=g), D=torch.randn(6, generator=g),
-        z=torch.randn(2, length, 6, 5, generator=g), dt_bias=torch.randn(6, generator=g),
-    )  # fmt: skip
+    return {
+        "x": torch.randn(2, length, 6, 5, generator=g), "dt": torch.randn(2, length, 6, generator=g),
+        "A": -torch.rand(6, generator=g) * 4 - 0.1, "B": torch.randn(2, length, 3, 7, generator=g),
+        "C": torch.randn(2, length, 3, 7, generator=g), "D": torch.randn(6, generator=g),
+        "z": torch.randn(2, length, 6, 5, generator=g), "dt_bias": torch.randn(6, generator=g),
+    }  # fmt: skip
 
 
 def recurrence(x, dt, A, B, C, D, z, dt_bias, starts=(0,), state=None):
@@ -36,7 +38,17 @@ def recurrence(x, dt, A, B, C, D, z, dt_bias, starts=(0,), state=None):
 
 def scan(i, chunk, **kwargs):
     return mamba.mamba_chunk_scan_combined(
-        i["x"], i["dt"], i["A"], i["B"], i["C"], chunk, D=i["D"], z=i["z"], dt_bias=i["dt_bias"], dt_softplus=True, **kwargs
+        i["x"],
+        i["dt"],
+        i["A"],
+        i["B"],
+        i["C"],
+        chunk,
+        D=i["D"],
+        z=i["z"],
+        dt_bias=i["dt_bias"],
+        dt_softplus=True,
+        **kwargs,
     )
 
 
@@ -47,6 +59,13 @@ def test_scan_equals_the_sequential_recurrence(length, chunk):
     want, last = recurrence(**i)
     torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(state.double(), last, rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(length=st.integers(1, 40), first=st.integers(1, 48), second=st.integers(1, 48), seed=st.integers(0, 999))
+def test_scan_does_not_depend_on_the_chunk_size(length, first, second, seed):
+    i = inputs(length, seed)
+    torch.testing.assert_close(scan(i, first), scan(i, second), rtol=1e-4, atol=1e-4)
 
 
 def test_scan_continues_from_an_initial_state():
@@ -108,3 +127,8 @@ def test_the_shim_refuses_to_come_after_megatron_core(monkeypatch):
     monkeypatch.setattr(megatron, "_installed", False)
     with pytest.raises(RuntimeError, match="call install\\(\\) first"):
         megatron.install()
+
+
+def test_the_shim_leaves_device_contexts_alone():
+    with torch.device("meta"):
+        assert torch.empty(2).device.type == torch.arange(3.0).device.type == "meta"

@@ -28,7 +28,9 @@ def saved(rank, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     chunks, opt = toy.build("nemotron", rank, toy.ADAM)
     steps(chunks, opt, 1, 4)
-    checkpoint.save(folder, chunks, opt, 3, {"step": 3, "note": "é"}, lambda tmp: (tmp / "ledger").write_text("rows") and None)
+    checkpoint.save(
+        folder, chunks, opt, 3, {"step": 3, "note": "é"}, lambda tmp: (tmp / "ledger").write_text("rows") and None
+    )
     drawn = (random.random(), float(torch.rand(())))
     return folder, steps(chunks, opt, 4, 7), drawn
 

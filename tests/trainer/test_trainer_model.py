@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 
 import pytest
 import torch
 import trainer_toy as toy
 from megatron.core.models.hybrid import hybrid_layer_specs
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from megatron_agentrl.recipe.schema import Topology
 from megatron_agentrl.trainer import model
 from megatron_agentrl.trainer.logprobs import token_logprobs
-
-
-def test_pattern_from_names_and_from_letters():
-    names = ["linear_attention", "full_attention", "moe", "mamba", "mlp", "attention"]
-    assert model.layer_pattern({"model_type": "nemotron_h", "layers_block_type": names}) == "M*EM-*"
-    assert model.layer_pattern({"model_type": "nemotron_h", "hybrid_override_pattern": "MEM*"}) == "MEM*"
-    qwen = toy.QWEN | dict(num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
-    assert model.layer_pattern(qwen) == "*-*E*-*-"
+from megatron_agentrl.trainer.random_init import random_tensors
+from megatron_agentrl.trainer.weights_io import load_hf
 
 
 @pytest.mark.parametrize(
     ("hf", "words"),
     [
-        ({"model_type": "llama"}, "model_type='llama'"),
-        (toy.NEMOTRON | {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern='MX'"),
+        ({"model_type": "llama"}, "model_type 'llama'"),
         (toy.NEMOTRON | {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
-        (toy.NEMOTRON | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
         (toy.NEMOTRON | {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        (toy.NEMOTRON | {"n_group": 3, "topk_group": 2}, "found 3 // 2"),
         (toy.NEMOTRON | {"time_step_limit": [0.0, 1.0]}, "time_step_limit"),
         (toy.QWEN | {"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_type='yarn'"),
         (toy.QWEN | {"use_sliding_window": True}, "use_sliding_window=True"),
@@ -39,6 +35,15 @@ def test_pattern_from_names_and_from_letters():
 def test_what_is_not_computed_is_refused_by_name(hf, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         model.architecture(hf)
+
+
+def test_topologies_that_the_model_cannot_take_are_refused_by_name():
+    for topo, words in (
+        (Topology(world=2, tp=2), "sequence_parallel=true"),
+        (Topology(world=2, cp=2), "topology.cp=2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.transformer_config(toy.NEMOTRON, toy.recipe(topo))
 
 
 def test_infinity_as_transformers_writes_it():
@@ -51,21 +56,9 @@ def test_what_needs_transformer_engine_says_so(rank):
 
 
 def test_experts_axis_without_experts_is_refused():
-    dense = toy.QWEN | dict(mlp_only_layers=[0, 1])
+    dense = toy.QWEN | {"mlp_only_layers": [0, 1]}
     with pytest.raises(ValueError, match="topology.ep=2"):
         model.transformer_config(dense, toy.recipe(Topology(world=2, ep=2)))
-
-
-@pytest.mark.parametrize(("tp", "rows"), [(1, 128), (2, 128), (3, 192), (4, 256)])
-def test_padded_vocabulary(tp, rows):
-    assert model.padded_vocabulary(101, tp) == rows
-
-
-def test_pipeline_stages_cover_every_layer():
-    assert model._stages("M*EM-EE", 3, 1) == "M*E|M-|EE"
-    assert model._stages("MMMMMMMM", 2, 2) == "MM|MM|MM|MM"
-    with pytest.raises(ValueError, match="2 layers"):
-        model._stages("M*", 4, 1)
 
 
 # Keys of the distributed checkpoint under megatron-core's Transformer Engine specification, derived from its
@@ -149,3 +142,47 @@ def test_temperature_divides_the_logits_and_bf16_is_computed_in_float32():
 def test_impossible_logprobs_are_refused(ids, temperature, words):
     with pytest.raises(ValueError, match=words):
         token_logprobs(torch.zeros(1, 1, 128), torch.tensor(ids), temperature, 101)
+
+
+def scattered(hf):
+    """Random weights, each moved away from its neutral start, so that none is without effect."""
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in random_tensors(hf, seed=4):
+        spread = 0.3 * torch.randn(tensor.shape, generator=generator)
+        if tensor.dim() > 1:
+            yield name, tensor * 4
+        else:
+            yield name, spread if "e_score_correction_bias" in name else tensor + spread
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("nemotron", {}),
+        (
+            "nemotron",
+            {"layer_norm_epsilon": 1e-3, "conv_kernel": 3, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 4},
+        ),
+        ("qwen", {}),
+        ("qwen", {"norm_topk_prob": False, "mlp_only_layers": [1]}),
+        ("qwen", {"tie_word_embeddings": True}),
+    ],
+)
+def test_logits_equal_transformers_on_the_same_weights(rank, tmp_path, name, changes):
+    hf = toy.MODELS[name] | changes
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    save_file(dict(scattered(hf)), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for module in theirs.modules():
+        if hasattr(module, "time_step_limit"):
+            # transformers clamps dt from below by time_step_min, which is meant for its initial value only;
+            # the engine and megatron-core follow the config's time_step_limit, (0, inf).
+            module.time_step_limit = (0.0, float("inf"))
+    chunks = model.build(hf, toy.recipe(), rank)
+    load_hf(chunks, hf, tmp_path, rank)
+    ids = torch.randint(0, 101, (3, 19), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        ours = chunks[0](ids, torch.arange(19).expand(3, -1).contiguous(), None)[..., :101]
+        want = theirs(input_ids=ids).logits
+    assert want.std() > 0.1
+    torch.testing.assert_close(ours, want, rtol=0, atol=1e-4)

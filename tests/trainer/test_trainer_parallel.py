@@ -46,13 +46,16 @@ def alone(rank, tmp_path_factory):
         checkpoint.save_weights(shared / f"start-{name}", chunks)
         batches, results = [toy.rows(range(6))], []
         for step in range(1, 5):
-            results.append(
-                train_step(chunks, opt, batches, toy.negative_logprob, lr=0.1, tokens=toy.TOKENS, step=step)
-            )
+            results.append(train_step(chunks, opt, batches, toy.negative_logprob, lr=0.1, tokens=toy.TOKENS, step=step))
             if step == 1:
                 gradient = {key: p.main_grad.clone() for key, p in chunks[0].module.named_parameters()}
         end = {key: p.detach().clone() for key, p in chunks[0].module.named_parameters()}
-        found[name] = dict(results=results, gradient=gradient, end=end, logprobs=forward_logprobs(chunks, batches)[0])
+        found[name] = {
+            "results": results,
+            "gradient": gradient,
+            "end": end,
+            "logprobs": forward_logprobs(chunks, batches)[0],
+        }
     chunks, opt = toy.build("nemotron", rank, toy.ADAM)
     batches = [toy.rows(range(6))]
     for step in range(1, 6):
@@ -64,12 +67,11 @@ def alone(rank, tmp_path_factory):
     return shared, found
 
 
-@pytest.fixture(scope="module")
-def pair(alone):
-    shared, _ = alone
-    ports = free_ports(2)
+def run_pair(shared: Path, layouts: list[str]) -> list[dict]:
+    """Start two processes that work through the layouts; what each of them found."""
     env = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), str(HERE)])
+    ports = [f"{layout}={port}" for layout, port in zip(layouts, free_ports(len(layouts)), strict=True)]
     started = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(HERE / "trainer_worker.py"), str(shared), *ports],
@@ -83,16 +85,36 @@ def pair(alone):
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)[-4000:]
-    return [json.loads((shared / f"results-{index}.json").read_text()) for index in range(2)]
+    return [json.loads((shared / f"results-{layouts[0]}-{index}.json").read_text()) for index in range(2)]
+
+
+@pytest.fixture(scope="module")
+def pair(alone):
+    return run_pair(alone[0], ["dp2", "ep2"])
+
+
+@pytest.fixture(scope="module")
+def other_pair(alone):
+    return run_pair(alone[0], ["tp2-sp-ep2", "pp2"])
+
+
+def same_losses(want: list, found: dict) -> None:
+    want = torch.tensor([[r.loss, r.grad_norm, 38.0] for r in want])
+    for grouping in ("even", "lopsided"):
+        torch.testing.assert_close(torch.tensor(found[grouping]), want, rtol=1e-5, atol=0)
+
+
+def same_tensors(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
+    for key, value in want.items():
+        gap = (got[key] - value).abs().max() / value.abs().max()
+        assert gap < 1e-5, (key, float(gap))
 
 
 @pytest.mark.parametrize("name", toy.MODELS)
 @pytest.mark.parametrize("layout", ["dp2", "ep2"])
 def test_loss_and_gradient_norm_equal_one_process_in_any_grouping(alone, pair, layout, name):
-    want = [[r.loss, r.grad_norm, 38.0] for r in alone[1][name]["results"]]
     for result in pair:
-        for grouping in ("even", "lopsided"):
-            torch.testing.assert_close(torch.tensor(result[layout][name][grouping]), torch.tensor(want), rtol=1e-5, atol=0)
+        same_losses(alone[1][name]["results"], result[layout][name])
 
 
 @pytest.mark.parametrize("name", toy.MODELS)
@@ -100,10 +122,17 @@ def test_loss_and_gradient_norm_equal_one_process_in_any_grouping(alone, pair, l
 @pytest.mark.parametrize("what", ["gradient", "end"])
 def test_every_gradient_and_every_weight_after_four_sgd_steps_equals_one_process(alone, pair, rank, layout, name, what):
     shared, want = alone
-    got = weights(shared / f"{what}-{layout}-{name}", name, rank)
-    for key, value in want[name][what].items():
-        gap = (got[key] - value).abs().max() / value.abs().max()
-        assert gap < 1e-5, (key, float(gap))
+    same_tensors(want[name][what], weights(shared / f"{what}-{layout}-{name}", name, rank))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "name"), [("tp2-sp-ep2", "nemotron"), ("pp2", "nemotron"), ("pp2", "qwen")])
+def test_tensor_and_pipeline_parallel_equal_one_process_too(alone, other_pair, rank, layout, name):
+    shared, want = alone
+    for result in other_pair:
+        same_losses(want[name]["results"], result[layout][name])
+    for what in ("gradient", "end"):
+        same_tensors(want[name][what], weights(shared / f"{what}-{layout}-{name}", name, rank))
 
 
 @pytest.mark.parametrize("name", toy.MODELS)
@@ -117,7 +146,10 @@ def test_logprobs_of_a_rank_equal_one_process(alone, pair, name):
 
 def test_coordinates(pair):
     ep2 = [result["ep2"]["rank"] for result in pair]
-    assert [(r["dp"], r["dp_size"], r["ep"], r["ep_size"], r["edp_size"]) for r in ep2] == [(0, 2, 0, 2, 1), (1, 2, 1, 2, 1)]
+    assert [(r["dp"], r["dp_size"], r["ep"], r["ep_size"], r["edp_size"]) for r in ep2] == [
+        (0, 2, 0, 2, 1),
+        (1, 2, 1, 2, 1),
+    ]
     dp2 = [result["dp2"]["rank"] for result in pair]
     assert [(r["dp"], r["edp"], r["ep_size"]) for r in dp2] == [(0, 0, 1), (1, 1, 1)]
 

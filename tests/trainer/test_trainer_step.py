@@ -24,7 +24,9 @@ def test_micro_batches_padding_and_empty_ones_do_not_change_the_gradient(rank, n
     found = []
     for plan in ([range(6)], [(0,), (1, 2), (), (3, 4, 5)], [(5, 3), (4, 1), (0, 2)]):
         chunks, opt = toy.build(name, rank, toy.SGD)
-        result = train_step(chunks, opt, [toy.rows(list(p)) for p in plan], toy.negative_logprob, lr=0.1, tokens=toy.TOKENS)
+        result = train_step(
+            chunks, opt, [toy.rows(list(p)) for p in plan], toy.negative_logprob, lr=0.1, tokens=toy.TOKENS
+        )
         found.append((result, [p.main_grad.clone() for p in chunks[0].parameters()]))
     want, gradient = found[0]
     assert want.metrics == {"tokens": 38.0}
@@ -166,7 +168,9 @@ def test_bf16_keeps_the_scans_decay_in_float32_and_learns(rank):
     topology.seed_everything(3)
     chunks = optimizer.wrap(model.build(toy.NEMOTRON, made, rank), toy.ADAM)
     opt = optimizer.build(chunks, toy.ADAM)
-    types = {name.rsplit(".", 1)[-1]: p.dtype for name, p in chunks[0].module.module.named_parameters() if "mixer" in name}
+    types = {
+        name.rsplit(".", 1)[-1]: p.dtype for name, p in chunks[0].module.module.named_parameters() if "mixer" in name
+    }
     assert {types[n] for n in ("A_log", "D", "dt_bias")} == {torch.float32} and types["conv1d_bias"] == torch.bfloat16
     losses = [
         train_step(chunks, opt, [toy.rows(range(6))], toy.negative_logprob, lr=1e-2, tokens=38.0, step=k).loss

@@ -26,8 +26,12 @@ class Theta(MegatronModule):
     def __init__(self) -> None:
         super().__init__(
             TransformerConfig(
-                num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=True,
-                use_cpu_initialization=True, gradient_accumulation_fusion=False,
+                num_layers=1,
+                hidden_size=4,
+                num_attention_heads=1,
+                calculate_per_token_loss=True,
+                use_cpu_initialization=True,
+                gradient_accumulation_fusion=False,
             )  # fmt: skip
         )
         self.theta = torch.nn.Parameter(torch.ones(()))

@@ -9,19 +9,19 @@ from megatron_agentrl.trainer import model, optimizer, topology
 from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.topology import Rank
 
-NEMOTRON = dict(
-    model_type="nemotron_h", vocab_size=101, hidden_size=40, hybrid_override_pattern="M*EM-E", num_attention_heads=4,
-    num_key_value_heads=2, head_dim=12, intermediate_size=52, ssm_state_size=16, mamba_head_dim=14, mamba_num_heads=6,
-    n_groups=2, conv_kernel=4, chunk_size=8, n_routed_experts=12, num_experts_per_tok=3, moe_intermediate_size=28,
-    moe_shared_expert_intermediate_size=36, n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5,
-    layer_norm_epsilon=1e-5, mlp_hidden_act="relu2",
-)  # fmt: skip
-QWEN = dict(
-    model_type="qwen3_moe", vocab_size=101, hidden_size=40, num_hidden_layers=2, num_attention_heads=6,
-    num_key_value_heads=3, head_dim=12, intermediate_size=52, num_experts=12, num_experts_per_tok=3,
-    moe_intermediate_size=28, norm_topk_prob=True, rms_norm_eps=1e-6, hidden_act="silu",
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, decoder_sparse_step=1, mlp_only_layers=[],
-)  # fmt: skip
+NEMOTRON = {
+    "model_type": "nemotron_h", "vocab_size": 101, "hidden_size": 40, "hybrid_override_pattern": "M*EM-E", "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 52, "ssm_state_size": 16, "mamba_head_dim": 14, "mamba_num_heads": 6,
+    "n_groups": 2, "conv_kernel": 4, "chunk_size": 8, "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+    "moe_shared_expert_intermediate_size": 36, "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2",
+}  # fmt: skip
+QWEN = {
+    "model_type": "qwen3_moe", "vocab_size": 101, "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "head_dim": 12, "intermediate_size": 52, "num_experts": 12, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 MODELS = {"nemotron": NEMOTRON, "qwen": QWEN}
 
 LENGTHS = (9, 7, 5, 11, 4, 8)

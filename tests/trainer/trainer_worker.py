@@ -1,6 +1,7 @@
-"""Run as two processes by test_trainer_parallel: every two-process case, one start.
+"""Run as two processes by test_trainer_parallel: every two-process case of a set, one start.
 
-argv: shared folder, free ports. Leaves `results-{rank}.json` and weight checkpoints there.
+argv: shared folder, then LAYOUT=PORT for each layout. Leaves `results-{first layout}-{rank}.json` and weight
+checkpoints in the folder.
 """
 
 from __future__ import annotations
@@ -21,16 +22,23 @@ from megatron_agentrl.recipe.schema import Topology  # noqa: E402
 from megatron_agentrl.trainer import checkpoint, optimizer, topology  # noqa: E402
 from megatron_agentrl.trainer.step import forward_logprobs, train_step  # noqa: E402
 
-#: Rank -> micro-batches of rows. The second form is lopsided and has an empty micro-batch.
+LAYOUTS = {
+    "dp2": Topology(world=2),
+    "ep2": Topology(world=2, ep=2),
+    "tp2-sp-ep2": Topology(world=2, tp=2, sequence_parallel=True, ep=2, etp=1),
+    "pp2": Topology(world=2, pp=2),
+}
+#: Data-parallel rank -> micro-batches of rows. The second form is lopsided and has an empty micro-batch.
 EVEN = {0: [(0, 1), (2,)], 1: [(3,), (4, 5)]}
 LOPSIDED = {0: [(0, 1, 2, 3), (4,)], 1: [(5,), ()]}
+WHOLE = {"even": [(0, 1), (2, 3), (4, 5)], "lopsided": [(5,), (), (0, 1, 2, 3, 4)]}  # one data-parallel rank
 
 
 def gradients(shared: Path, layout: str, name: str, rank: topology.Rank, topo: Topology) -> dict:
     """Step-1 loss and norm for both groupings, the gradients, the weights after 4 SGD steps (as checkpoints)."""
     found: dict = {}
     for grouping, plan in (("even", EVEN), ("lopsided", LOPSIDED)):
-        batches = [toy.rows(rows) for rows in plan[rank.dp]]
+        batches = [toy.rows(rows) for rows in (plan[rank.dp] if rank.dp_size == 2 else WHOLE[grouping])]
         chunks, opt = toy.build(name, rank, toy.SGD, topo)
         checkpoint.load_weights(shared / f"start-{name}", chunks)
         for step in range(1, 5):
@@ -74,22 +82,21 @@ def resumed(shared: Path, name: str, rank: topology.Rank, topo: Topology) -> dic
 
 
 def main() -> None:
-    shared, ports = Path(sys.argv[1]), sys.argv[2:]
+    shared, ports = Path(sys.argv[1]), dict(argument.split("=") for argument in sys.argv[2:])
     found: dict = {}
-    for port, (layout, topo) in zip(
-        ports, {"dp2": Topology(world=2), "ep2": Topology(world=2, ep=2)}.items(), strict=True
-    ):
+    for layout, port in ports.items():
         os.environ["MASTER_PORT"] = port
-        rank = topology.init(topo, seed=1, timeout=60)
+        rank = topology.init(LAYOUTS[layout], seed=1, timeout=60)
         found[layout] = {"rank": vars(rank)}
         for name in toy.MODELS:
-            found[layout][name] = gradients(shared, layout, name, rank, topo)
+            if rank.tp_size == 1 or name == "nemotron":  # the other model has three query groups
+                found[layout][name] = gradients(shared, layout, name, rank, LAYOUTS[layout])
         if layout == "dp2":
             found["theta"] = theta_cases(rank)
-        else:
-            found["resumed"] = resumed(shared, "nemotron", rank, topo)
+        if layout == "ep2":
+            found["resumed"] = resumed(shared, "nemotron", rank, LAYOUTS[layout])
         topology.shutdown()
-    (shared / f"results-{rank.rank}.json").write_text(json.dumps(found))
+    (shared / f"results-{next(iter(ports))}-{rank.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
