@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from megatron_agentrl.chat.sampling import SamplingContract, SamplingRefused
 from megatron_agentrl.chat.template import TemplateError
-from megatron_agentrl.gateway.busy import BusyClock, Span
+from megatron_agentrl.gateway.busy import BusyClock, Interval
 from megatron_agentrl.gateway.registry import Interaction, OpenSession, Registry, SessionError
 from megatron_agentrl.gateway.session import (
     Completion,
@@ -53,6 +53,12 @@ class Engines(Protocol):
         self, token_ids: list[int], *, max_tokens: int, temperature: float, stop_token_ids: list[int]
     ) -> EngineReply: ...
 
+
+#: Records a span of the event log: name, start and stop in seconds since the epoch.
+Record = Callable[[str, float, float], None]
+
+#: Seconds between writings of busy intervals to the event log.
+RECORD_EVERY = 1.0
 
 #: Takes `PUT /engines/NAME`: (name, body). Raises ValueError for a body it cannot use.
 EngineUpdate = Callable[[str, dict[str, Any]], Awaitable[None]]
@@ -89,6 +95,10 @@ class Gateway:
     public_url    where agents reach this gateway, e.g. http://127.0.0.1:8000
     turn_timeout  seconds one turn may take, waiting for an engine included
     idle_timeout  seconds after which a session nobody uses is dropped
+    record        takes spans `engine_busy` for the event log
+    take_busy     busy intervals since its last call; by default those in which a request was at `engines`
+    update_engine takes `PUT /engines/NAME`
+    engine_stats  added to `GET /stats`
     """
 
     def __init__(
@@ -101,7 +111,8 @@ class Gateway:
         public_url: str,
         turn_timeout: float = 120.0,
         idle_timeout: float = 600.0,
-        span: Span | None = None,
+        record: Record | None = None,
+        take_busy: Callable[[], list[Interval]] | None = None,
         update_engine: EngineUpdate | None = None,
         engine_stats: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
@@ -116,7 +127,9 @@ class Gateway:
         self._engine_stats = engine_stats
         self._stop_ids = list(policy.tokenizer.stop_ids)
         self.registry = Registry(policy, write)
-        self.busy = BusyClock(span)
+        self.busy = BusyClock()
+        self._record = record
+        self._take_busy = take_busy or self.busy.take
         self.tokens_sampled = 0
         self.requests = 0
         self.refused: Counter[str] = Counter()
@@ -134,14 +147,28 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        sweeper = asyncio.create_task(self._sweep())
+        tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self._record_busy())]
         yield
-        sweeper.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        self._write_busy()
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self._idle_timeout / 10)
             self.registry.expire(self._idle_timeout)
+
+    async def _record_busy(self) -> None:
+        while True:
+            await asyncio.sleep(RECORD_EVERY)
+            self._write_busy()
+
+    def _write_busy(self) -> None:
+        intervals = self._take_busy()
+        if self._record is not None:
+            for start, stop in intervals:
+                self._record("engine_busy", start, stop)
 
     # Control routes
 
@@ -161,7 +188,7 @@ class Gateway:
             "finished": dict(registry.finished),
             "expired": registry.expired,
             "errors": dict(self.refused),
-            "busy": {"seconds": self.busy.seconds, "fraction": self.busy.fraction, "intervals": self.busy.intervals},
+            "busy": {"seconds": self.busy.seconds, "fraction": self.busy.fraction},
         }
         if self._engine_stats is not None:
             stats["engines"] = self._engine_stats()

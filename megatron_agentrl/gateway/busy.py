@@ -1,45 +1,48 @@
-"""When the engines had work: the union of all requests in flight, as intervals. Not per engine."""
+"""When the gateway had requests at the engines: the union of all in flight, as intervals. Not per engine."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
-#: Opens a span of the event log; `EventLog.span` of `observe` has this form.
-Span = Callable[..., AbstractContextManager[object]]
+#: Start and stop, in seconds since the epoch, so that intervals of several processes compare.
+Interval = tuple[float, float]
 
 
 class BusyClock:
-    """Counts requests in flight; each stretch with at least one becomes a span `engine_busy`."""
+    """A context manager around each request; counts those in flight and keeps the intervals with at least one."""
 
-    def __init__(self, span: Span | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._span = span
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._began = clock()
         self._since = 0.0
-        self._open: AbstractContextManager[object] | None = None
-        self.in_flight = 0
-        self.intervals = 0
         self._seconds = 0.0
+        self._untaken: list[Interval] = []
+        self.in_flight = 0
 
     def __enter__(self) -> BusyClock:
         if self.in_flight == 0:
             self._since = self._clock()
-            self.intervals += 1
-            if self._span is not None:
-                self._open = self._span("engine_busy")
-                self._open.__enter__()
         self.in_flight += 1
         return self
 
     def __exit__(self, *_: object) -> None:
         self.in_flight -= 1
         if self.in_flight == 0:
-            self._seconds += self._clock() - self._since
-            if self._open is not None:
-                self._open.__exit__(None, None, None)
-                self._open = None
+            self._cut()
+
+    def _cut(self) -> None:
+        now = self._clock()
+        self._seconds += now - self._since
+        self._untaken.append((self._since, now))
+        self._since = now
+
+    def take(self) -> list[Interval]:
+        """Intervals since the last call; one that is still open is cut at now, so a killed process loses little."""
+        if self.in_flight:
+            self._cut()
+        taken, self._untaken = self._untaken, []
+        return taken
 
     @property
     def seconds(self) -> float:
