@@ -62,7 +62,10 @@ def main() -> None:
         models = model.build(hf_config, recipe, rank)
         if resume_at is None:
             if recipe.model.init is Init.random:
-                source = loop.from_rank0(lambda: write_random(args.run / "init", source, recipe.seed))
+                if t.first:
+                    write_random(args.run / "init", source, recipe.seed)
+                torch.distributed.barrier()
+                source = args.run / "init"
             load_hf(models, hf_config, source, rank)
         t.models = optimizer.wrap(models, recipe.optimizer)
     if t.first and args.mode != "export":
@@ -91,6 +94,9 @@ def main() -> None:
             )
             loop.warm_start(t, rows)
     if args.mode == "train":
+        with events.span("engines"):
+            for engine in engines if t.first else []:
+                engine.wait_ready(recipe.rollout.start_timeout)
         loop.reinforce(t, resume_at)
     loop.export(t, args.run / "export")
     events.close()
