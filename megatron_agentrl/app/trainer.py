@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from pathlib import Path
 
 from megatron_agentrl.launch.endpoints import Endpoints
@@ -96,7 +97,7 @@ def main() -> None:
     if args.mode == "train":
         with events.span("engines"):
             for engine in engines if t.first else []:
-                engine.wait_ready(recipe.rollout.start_timeout)
+                engine.wait_ready(time.monotonic() + recipe.rollout.start_timeout)
         loop.reinforce(t, resume_at)
     loop.export(t, args.run / "export")
     events.close()
