@@ -197,15 +197,15 @@ class Coordinator:
         if sample.final or sample.state == "held":
             self.ledger.count("receipts_repeated")
             return False
-        if receipt.status in SCORED and receipt.reward is not None:
+        flaw = _flaw(receipt, group.kind)
+        if not flaw:
             self._judge(group, sample, receipt)
             return True
         known = any(failure.rollout_id == receipt.rollout_id for failure in sample.failures)
         if sample.state != "asked" or known:
             self.ledger.count("receipts_repeated")
             return False
-        message = receipt.message or ("no reward" if receipt.status in SCORED else "no message")
-        self._fail(group, sample, Failure(receipt.rollout_id, receipt.status, message))
+        self._fail(group, sample, Failure(receipt.rollout_id, receipt.status, flaw))
         return True
 
     def _judge(self, group: Group, sample: Sample, receipt: Receipt) -> None:
@@ -427,3 +427,18 @@ class Coordinator:
         for group in self.ledger.live.values():
             if group.state == "in_flight":
                 yield from (sample for sample in group.samples if not sample.final)
+
+
+def _flaw(receipt: Receipt, kind: Kind) -> str:
+    """Why a receipt cannot count as an outcome; empty when it can.
+
+    A training trajectory without a sampled token has nothing to learn from at any age: it is a failure, not stale,
+    or its prompt would be asked for ever.
+    """
+    if receipt.status not in SCORED:
+        return receipt.message or "no message"
+    if receipt.reward is None:
+        return receipt.message or "no reward was given"
+    if kind == "train" and not any(receipt.sampled.values()):
+        return receipt.message or "the policy sampled no token"
+    return ""

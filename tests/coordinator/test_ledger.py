@@ -229,6 +229,24 @@ def test_receipts_sent_twice_or_late_change_nothing(tmp_path):
     assert coordinator.receipts([good, receipt("t000404", 0)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("flawed", "message"),
+    [
+        ({"sampled": {}}, "the policy sampled no token"),
+        ({"status": "over_length"}, "no reward was given"),
+        ({"status": "agent_error", "message": "KeyError: 'x'"}, "KeyError: 'x'"),
+    ],
+)
+def test_a_receipt_that_cannot_be_an_outcome_is_a_failure_that_says_why(tmp_path, flawed, message):
+    coordinator = start(tmp_path, recipe(batch=1, group_size=1, eta=0), prompts(9))
+    coordinator.version("engine-0", 0, "proven")
+    coordinator.work("worker-0", 1)
+    sample = coordinator.ledger.live["t000000"].samples[0]
+    coordinator.receipts([receipt("t000000", 0, **flawed)])
+    assert [failure.message for failure in sample.failures] == [message]
+    assert [w.task_id for w in coordinator.work("worker-0", 1)] == ["t000000"]
+
+
 def test_a_lease_that_ends_names_the_worker(tmp_path):
     clock = Clock()
     made = recipe(batch=1, group_size=1, eta=0)
