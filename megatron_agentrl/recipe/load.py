@@ -161,6 +161,10 @@ def _hint(key: str) -> str:
     return "; `megatron-agentrl recipe` lists every key"
 
 
+#: libyaml reads ten times faster than the Python reader; both give the same nodes.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +226,7 @@ def _files(path: Path, recipes_dir: Path) -> Iterator[tuple[Path, str]]:
 def _compose(path: Path) -> yaml.MappingNode:
     try:
         text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise RecipeError(f"{path}:{line}: not valid YAML: {error.problem}") from error
