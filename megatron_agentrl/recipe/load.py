@@ -161,7 +161,7 @@ def _hint(key: str) -> str:
     return "; `megatron-agentrl recipe` lists every key"
 
 
-#: libyaml reads ten times faster than the Python reader; both give the same nodes.
+#: libyaml reads ten times faster than the Python reader; both are accepted.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -270,7 +270,7 @@ def _read_section(path: Path, node: yaml.MappingNode, prefix: str, values: dict[
 
 
 def _scalar(place: str, leaf: Leaf, node: yaml.ScalarNode) -> Any:
-    quoted = node.style is not None
+    quoted = bool(node.style)  # None or "" for a bare scalar, by reader
     if quoted and leaf.kind is str and "${" not in node.value:
         return node.value  # quotes say that it is text, whatever it looks like
     if leaf.kind is str and looks_typed(node.value) and node.value.lower() not in ("none", "null"):
