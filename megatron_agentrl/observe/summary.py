@@ -23,6 +23,9 @@ FILE_NAME = "summary.json"
 #: Trainer phases in the order a run meets them.
 PHASES = ("load", "warm_start", "wait", "train", "publish", "eval", "checkpoint", "export")
 
+#: Name of the gateway's spans during which at least one request was in flight to an engine.
+SAMPLING = "engine_busy"
+
 
 def summarize(run_dir: str | Path, staleness_bound: int) -> dict[str, Any]:
     """The summary of a run. Values that were never measured are None (a run without held-out prompts has no success).
@@ -67,14 +70,14 @@ def read_summary(run_dir: str | Path) -> dict[str, Any]:
 
 
 def training_and_sampling(events: dict[str, list[dict[str, Any]]]) -> tuple[list[Interval], list[Interval]]:
-    """Spans in which the first trainer rank trained, and spans in which any process had the engines sample."""
+    """Spans in which the first trainer rank trained, and spans in which the engines had requests of the gateway."""
     training = [_interval(e) for e in events.get("trainer-0", []) if e["name"] == "train" and "stop" in e]
     sampling = [
         _interval(event)
         for process, lines in events.items()
-        if process.partition("-")[0] in ("gateway", "engine", "worker")
+        if process.startswith("gateway-")
         for event in lines
-        if event["name"] == "generate" and "stop" in event
+        if event["name"] == SAMPLING and "stop" in event
     ]
     return training, sampling
 
