@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from megatron_agentrl.layout.megatron import fp32_tensors, hf_tensors, layer_pattern
-from megatron_agentrl.trainer.hf_folder import write_folder
-from megatron_agentrl.trainer.weights_io import read_config
+from megatron_agentrl.trainer.weights_io import read_config, save_hf
 
 _IN = re.compile(r"\.(in_proj|[qkv]_proj|up_proj|gate_proj|fc1_latent_proj)\.weight$")
 _OUT = re.compile(r"\.(out_proj|o_proj|down_proj|fc2_latent_proj)\.weight$")
@@ -37,13 +36,8 @@ def write_random(
     neither order nor sharding. Raises WeightsError where config.json is missing, LayoutError where its model
     has no layout.
     """
-    config = read_config(model_folder)
-    kind = str(dtype).removeprefix("torch.")
-
-    def changes() -> dict[str, Any]:
-        return {key: kind for key in ("dtype", "torch_dtype") if key in config} or {"dtype": kind}
-
-    write_folder(Path(folder_out), Path(model_folder), random_tensors(config, seed, dtype), shard_bytes, changes)
+    tensors = random_tensors(read_config(model_folder), seed, dtype)
+    save_hf(folder_out, model_folder, tensors, shard_bytes)
 
 
 def random_tensors(
