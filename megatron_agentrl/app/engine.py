@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--index", type=int, default=0, help="replica, with --run")
     args = parser.parse_args(argv)
     lifetime.die_with_parent()
+    lifetime.tie_forked_children()
     if args.run is not None:
         _become_engine(args.run, args.index)
     _serve(msgspec.json.decode(args.spec, type=engine.EngineSpec))

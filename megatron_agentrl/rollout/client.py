@@ -86,6 +86,8 @@ class VllmClient:
     ) -> GenerateReply:
         """Samples up to `max_tokens` after `token_ids`; a sampled stop token is part of the reply.
 
+        Sampling stops at `stop_token_ids` alone: an end-of-sequence id of the model folder must be among them.
+
         Raises EngineError: unreachable, late, refused (the engine's own message), aborted, protocol, unversioned.
         """
         # No per-request seed: it adds nothing to the engine's own and costs it a generator per request.
@@ -96,6 +98,7 @@ class VllmClient:
                     "max_tokens": max_tokens,
                     "temperature": temperature,
                     "stop_token_ids": list(stop_token_ids),
+                    "ignore_eos": True,
                     "logprobs": 0,
                     "detokenize": False,
                 },

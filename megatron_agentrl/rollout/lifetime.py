@@ -33,8 +33,25 @@ def die_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+_tied_forks_of: int | None = None
+
+
+def tie_forked_children() -> None:
+    """Every process that this one forks from now on (and that those fork) dies with the one that forked it."""
+    global _tied_forks_of
+    if _tied_forks_of is None:
+        os.register_at_fork(after_in_child=_tie_forked_child)
+    _tied_forks_of = os.getpid()
+
+
+def _tie_forked_child() -> None:
+    global _tied_forks_of
+    parent, _tied_forks_of = _tied_forks_of, os.getpid()
+    die_with_parent(parent)
+
+
 def register() -> None:
-    """vLLM general plugin: ties vLLM's engine and worker processes to the process that started them."""
+    """vLLM general plugin: ties the engine and worker processes that vLLM spawns to the process that started them."""
     if os.environ.get(ENV) != "1":
         return
     import multiprocessing

@@ -13,6 +13,7 @@ After END each worker answers with two int64: 1 or 0 (all tensors there and inta
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -54,7 +55,8 @@ def crc32(data: torch.Tensor) -> int:
 class Sender:
     """The trainer's end towards several replicas at once. A replica that fails is dropped; the others go on.
 
-    `channels` and `failures` are by replica name.
+    So is one that takes more than half of the time that is left for a single message: a replica that hangs must not
+    use up the deadline of those that do not. `channels` and `failures` are by replica name.
     """
 
     manifest: Manifest
@@ -104,11 +106,16 @@ class Sender:
                         pending.append((name, channel.broadcast(message, self.deadline)))
                     except TransportError as error:
                         self.failures[name] = error
+            patience = self._patience()
             for name, transfer in pending:
                 try:
-                    transfer.wait(self.deadline)
+                    transfer.wait(patience)
                 except TransportError as error:
                     self.failures[name] = error
+
+    def _patience(self) -> float:
+        now = time.monotonic()
+        return now + (self.deadline - now) / 2
 
     def acknowledged(self) -> dict[str, list[tuple[bool, int]]]:
         """Answers of the replicas that are left, one (intact, tensors received) per worker."""
@@ -119,7 +126,7 @@ class Sender:
             try:
                 for worker in range(1, channel.size):
                     answer = torch.zeros(2, dtype=torch.int64)
-                    channel.receive(answer, worker, self.deadline)
+                    channel.receive(answer, worker, self._patience())
                     answers.setdefault(name, []).append((bool(answer[0]), int(answer[1])))
             except TransportError as error:
                 self.failures[name] = error

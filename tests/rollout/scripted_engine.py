@@ -210,7 +210,8 @@ class ScriptedEngine:
         if sampling.get("prompt_logprobs") is not None:
             values = score(prompt, self.weight)
             reply["prompt_logprobs"] = [None] + [
-                {str(t): {"logprob": v, "rank": 1, "decoded_token": None}} for t, v in zip(prompt[1:], values, strict=True)
+                {str(t): {"logprob": v, "rank": 1, "decoded_token": None}}
+                for t, v in zip(prompt[1:], values, strict=True)
             ]
         return web.json_response(reply)
 

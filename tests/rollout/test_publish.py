@@ -24,7 +24,12 @@ SEQUENCES = [[5, 6, 7, 8], [9, 1, 2, 3, 4]]
 
 def weights(version):
     generator = torch.Generator().manual_seed(version)
-    shapes = {"embed.weight": (11, 3), "layers.0.mixer.weight": (7, 5), "layers.0.bias": (5,), "lm_head.weight": (11, 3)}
+    shapes = {
+        "embed.weight": (11, 3),
+        "layers.0.mixer.weight": (7, 5),
+        "layers.0.bias": (5,),
+        "lm_head.weight": (11, 3),
+    }
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
@@ -205,7 +210,9 @@ def killable(stack):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = Path(__file__).parent / "scripted_engine.py"
-    process = subprocess.Popen([sys.executable, str(script), str(port)], env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(port)], env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    )
     stack.callback(process.wait)
     stack.callback(process.kill)
     engine = VllmEngine("engine-9", f"http://127.0.0.1:{port}", TOKEN)
