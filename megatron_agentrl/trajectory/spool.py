@@ -66,12 +66,15 @@ class SpoolWriter:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._end = sum(HEADER_BYTES + where.length for where, _ in scan(path))
+            if self._end < os.fstat(fd).st_size:
+                os.ftruncate(fd, self._end)
         except BlockingIOError:
             os.close(fd)
             raise SpoolError(f"{path} has another writer; give each process a spool name of its own") from None
-        self._end = sum(HEADER_BYTES + where.length for where, _ in scan(path))
-        if self._end < os.fstat(fd).st_size:
-            os.ftruncate(fd, self._end)
+        except BaseException:
+            os.close(fd)
+            raise
         self._file = f"{FOLDER}/{path.name}"
         return fd
 
