@@ -216,6 +216,7 @@ def _stats(receipts: Sequence[Receipt], rows: Sequence[Row], step: int, eta: int
     return {
         "staleness_mean": sum(age * count for age, count in trained.items()) / tokens if tokens else 0.0,
         "staleness_max": float(max(trained, default=0)),
+        "tokens_sampled": float(sampled),
         "masked_tokens": float(sampled - tokens),
         "sampled_tokens_mean": sampled / len(receipts) if receipts else 0.0,
         "trained_tokens_mean": tokens / len(receipts) if receipts else 0.0,

@@ -13,26 +13,11 @@ from typing import Any
 import msgspec
 
 from megatron_agentrl.data.jsonl import check_messages, kind, read_objects
+from megatron_agentrl.data.types import Prompt, PromptSets
 from megatron_agentrl.recipe.errors import RecipeError
 from megatron_agentrl.recipe.schema import Recipe, Source
 
 _canonical = msgspec.json.Encoder(order="deterministic").encode
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """One question. `messages` are OpenAI chat messages; `metadata` holds every other key of the data file."""
-
-    prompt_id: str
-    messages: list[dict[str, Any]]
-    answer: str | None = None
-    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
-
-
-class PromptSets(msgspec.Struct, frozen=True):
-    """The prompts of a run. `held_out` may be empty: then there is nothing to evaluate on."""
-
-    train: list[Prompt]
-    held_out: list[Prompt]
 
 
 def load_prompts(recipe: Recipe) -> PromptSets:

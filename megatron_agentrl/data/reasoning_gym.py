@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_agentrl.data.prompts import Prompt, PromptSets
+from megatron_agentrl.data.types import Prompt, PromptSets
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 
 #: Added to the run's seed for the held-out draw. Any constant does; it only has to stay the same.

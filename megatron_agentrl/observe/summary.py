@@ -32,7 +32,7 @@ def summarize(run_dir: str | Path, staleness_bound: int) -> dict[str, Any]:
 
     success_*                   share of held-out prompts answered right, before and after reinforcement
     success_through_tool_after  share answered right through the tool
-    logprob_gap_max             largest |trainer − engine| logprob seen on canaries and on trained tokens, in nats
+    logprob_gap_max             largest |trainer − engine| logprob at equal weights (the canaries of all publishes), in nats
     overlap                     share of the training time during which tokens were being sampled
     seconds                     by trainer phase, and `total` from the first start of a process to the last stop
     """
@@ -132,8 +132,7 @@ def _gap(lines: list[dict[str, Any]]) -> float | None:
         float(value)
         for line in lines
         for name, value in line.items()
-        if (line["kind"] == "publish" and name == "gap") or (line["kind"] == "train" and name == "logprob_gap_max")
-        if value is not None
+        if line["kind"] == "publish" and name == "gap" and value is not None
     ]
     return max(gaps, default=None)
 

@@ -72,7 +72,7 @@ class CoordinatorClient:
     def checkpoint(self, step: int, folder: str) -> None:
         self._call("POST", "/checkpoints", json={"step": step, "folder": folder})
 
-    def resume(self, step: int, folder: str) -> None:
+    def resume(self, step: int, folder: str | None) -> None:
         self._call("POST", "/resume", json={"step": step, "folder": folder})
 
     def progress(self, **fields: Any) -> None:

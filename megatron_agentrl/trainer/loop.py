@@ -142,14 +142,15 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
     optimizer = build(t.models, recipe.optimizer)
     reference = _reference(t, resume_at)
     version = resume_at or 0
+    folder = t.checkpoints / f"step_{version}"
+    if t.first:
+        # Also at a first start: it tells the coordinator that no engine holds a proven version yet.
+        assert t.coordinator is not None
+        t.coordinator.resume(version, None if resume_at is None else str(folder))
     if resume_at is None:
         save_checkpoint(t, optimizer, 0)  # what the warm start cost is not lost to a stop before the next checkpoint
     else:
-        folder = t.checkpoints / f"step_{resume_at}"
         checkpoint.load(folder, t.models, optimizer)
-        if t.first:
-            assert t.coordinator is not None
-            t.coordinator.resume(resume_at, str(folder))
     publish_version(t, version)
     if version == 0:
         evaluate(t, "before", version)
@@ -169,11 +170,11 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
         with t.events.span("publish", version=version):
             publish_version(t, version)
         t3 = time.perf_counter()
+        if t.metrics is not None:
+            values["seconds"] = {"wait": t1 - t0, "train": t2 - t1, "publish": t3 - t2}
+            t.metrics.log("train", version, values)
         if recipe.checkpoint.every and version % recipe.checkpoint.every == 0 and version < recipe.train.steps:
             save_checkpoint(t, optimizer, version)
-        if t.metrics is not None:
-            values["seconds"] = {"wait": t1 - t0, "train": t2 - t1, "publish": t3 - t2, "checkpoint": time.perf_counter() - t3}
-            t.metrics.log("train", version, values)
         if recipe.eval.every and version % recipe.eval.every == 0 and version < recipe.train.steps:
             evaluate(t, "during", version)
     save_checkpoint(t, optimizer, version)
@@ -224,7 +225,6 @@ def _rl_step(t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, ref
         temperature=temperature,
         step=version,
     )
-    stale = _staleness(plan, version, recipe.staleness.eta)
     flat = [r for g in plan["groups"] for r in g["rewards"]]
     return {
         "reward": sum(flat) / len(flat),
@@ -236,8 +236,7 @@ def _rl_step(t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, ref
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "tokens_trained": plan["tokens"],
-        **plan.get("metrics", {}),
-        **stale,
+        **plan["stats"],
         **result.metrics,
     }
 
@@ -248,22 +247,6 @@ def _shuffled(rewards: list[list[float]], seed: int, version: int) -> list[list[
     order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed * 1_000_003 + version)).tolist()
     permuted = iter([flat[i] for i in order])
     return [list(itertools.islice(permuted, len(group))) for group in rewards]
-
-
-def _staleness(plan: dict[str, Any], version: int, eta: int) -> dict[str, float]:
-    """Mean and maximum staleness over the trained tokens of the rows in the micro-batches."""
-    counts: dict[int, int] = {}
-    for rank in plan["ranks"]:
-        for entries in rank:
-            for entry in entries:
-                for v, n in entry["receipt"]["sampled"].items():
-                    age = version - int(v)
-                    if 0 <= age <= eta:
-                        counts[age] = counts.get(age, 0) + n
-    total = sum(counts.values())
-    if total == 0:
-        return {"staleness_mean": 0.0, "staleness_max": 0}
-    return {"staleness_mean": sum(a * n for a, n in counts.items()) / total, "staleness_max": max(counts)}
 
 
 # --- publish, evaluate, save ----------------------------------------------------------------------
