@@ -106,10 +106,9 @@ class Sender:
                         pending.append((name, channel.broadcast(message, self.deadline)))
                     except TransportError as error:
                         self.failures[name] = error
-            patience = self._patience()
             for name, transfer in pending:
                 try:
-                    transfer.wait(patience)
+                    transfer.wait(self._patience())
                 except TransportError as error:
                     self.failures[name] = error
 

@@ -172,7 +172,8 @@ def test_a_receiver_that_stalls_is_dropped_alone_before_the_deadline(transport):
     good, bad = Replica(transport, manifest, name="good"), Replica(transport, manifest, name="bad", receive=stalling)
     sender = Sender(manifest, {"bad": bad.channel, "good": good.channel}, soon(4.0))
     sender.send(iter(tensors.items()))
-    assert sender.acknowledged() == {"good": [(True, 2)]}
+    answers = sender.acknowledged()
+    assert answers == {"good": [(True, 2)]}, (sender.failures, good.errors)
     assert list(sender.failures) == ["bad"] and time.monotonic() < sender.deadline
     release.set()
     good.join()
