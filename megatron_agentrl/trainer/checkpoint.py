@@ -310,8 +310,10 @@ def _fill_state(optimizer: Any) -> None:
 
 def _adam_step(optimizer: Any) -> int:
     """How many steps Adam has taken: per parameter in torch, per group in Transformer Engine and apex."""
-    steps = {int(group["step"]) for inner in _inner(optimizer) for group in inner.param_groups if "step" in group}
-    steps |= {int(s["step"]) for inner in _inner(optimizer) for s in inner.state.values() if "step" in s}
+    steps = {int(s["step"]) for inner in _inner(optimizer) for s in inner.state.values() if "step" in s}
+    if not steps:
+        # Only then: a load leaves a "step" in torch's groups too, which its Adam never counts on.
+        steps = {int(group["step"]) for inner in _inner(optimizer) for group in inner.param_groups if "step" in group}
     if len(steps) > 1:
         raise RuntimeError(f"parameters disagree on the optimizer's step: {sorted(steps)}")
     return steps.pop() if steps else 0

@@ -237,7 +237,17 @@ def _rl_step(t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, ref
         "lr": result.lr,
         "tokens_trained": plan["tokens"],
         **plan["stats"],
-        **result.metrics,
+        **_per_token(result.metrics),
+    }
+
+
+def _per_token(sums: dict[str, float]) -> dict[str, float]:
+    """Loss metrics as means over the computed tokens; maxima as they are."""
+    tokens = sums.pop("tokens", 0.0)
+    return {
+        name.replace("max/", "largest_"): value if name.startswith("max/") else value / tokens
+        for name, value in sums.items()
+        if tokens or name.startswith("max/")
     }
 
 

@@ -11,7 +11,7 @@ Shapes: B rows, T tokens, V columns of the vocabulary held here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ class NonFiniteGradient(RuntimeError):
 
 @dataclass
 class StepResult:
-    """What a step did. `loss` is sum / tokens over the global batch; `metrics` are global sums."""
+    """What a step did. `loss` is sum / tokens over the global batch; `metrics` are global sums (maxima under `max/`)."""
 
     loss: float
     grad_norm: float
@@ -120,20 +120,31 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _sum_over_ranks(sums: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Sum metrics over micro-batches and data-parallel ranks; the same on every rank. Names may differ by rank."""
+#: Metrics under this prefix are reduced by maximum, all others by sum.
+MAX = "max/"
+
+
+def _reduce(into: dict[str, float], metrics: Mapping[str, Any]) -> None:
+    for name, value in metrics.items():
+        number = float(value)
+        if name not in into:
+            into[name] = number
+        else:
+            into[name] = max(into[name], number) if name.startswith(MAX) else into[name] + number
+
+
+def _over_ranks(sums: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Metrics over micro-batches and data-parallel ranks; the same on every rank. Names may differ by rank."""
     own: dict[str, float] = {}
     for metrics in sums:
-        for name, value in metrics.items():
-            own[name] = own.get(name, 0.0) + float(value)
+        _reduce(own, metrics)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     total: dict[str, float] = {}
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         gathered: list[Any] = [None] * group.size()
         dist.all_gather_object(gathered, own, group=group)
         for metrics in gathered:  # in rank order, so that every rank adds alike
-            for name, value in metrics.items():
-                total[name] = total.get(name, 0.0) + value
+            _reduce(total, metrics)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         total = _from_last_stage(total)
     return total
@@ -201,7 +212,7 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     sums = _run(models, batches, forward_step, train=True)
-    metrics = _sum_over_ranks(sums)
+    metrics = _over_ranks(sums)
     loss = metrics.pop("", 0.0) / tokens
 
     # Asked before the step: megatron-core would clip by a NaN norm and apply the result.
