@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_agentrl.weights.manifest import Manifest, TensorInfo
 from megatron_agentrl.weights.staging import BeginStaging, StagingArea
 from megatron_agentrl.weights.stream import ManifestError, Receiver, Sender, StreamAborted
-from megatron_agentrl.weights.transport import GlooChannel, GlooTransport, TransportError
+from megatron_agentrl.weights.transport import GlooChannel, GlooTransport
 
 
 def soon(seconds=10.0):
