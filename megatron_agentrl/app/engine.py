@@ -24,21 +24,25 @@ def main(argv: list[str] | None = None) -> None:
     source.add_argument("--run", type=Path, help="run folder (recipe.yaml and endpoints.json)")
     source.add_argument("--spec", type=str, help="EngineSpec as JSON; the token stands in the environment")
     parser.add_argument("--index", type=int, default=0, help="replica, with --run")
+    parser.add_argument(
+        "--load-weights", action="store_true", help="with --run: serve the weights of model.path as version 0 (no trainer)"
+    )
     args = parser.parse_args(argv)
     lifetime.die_with_parent()
     lifetime.tie_forked_children()
     if args.run is not None:
-        _become_engine(args.run, args.index)
+        _become_engine(args.run, args.index, args.load_weights)
     _serve(msgspec.json.decode(args.spec, type=engine.EngineSpec))
 
 
-def _become_engine(run: Path, index: int) -> None:
+def _become_engine(run: Path, index: int, load_weights: bool) -> None:
     from megatron_agentrl.launch.endpoints import Endpoints, host_of, port_of
     from megatron_agentrl.recipe.load import load_resolved
 
     endpoints = Endpoints.read(run)
     url = endpoints.engines[index]
-    spec = engine.spec_from_recipe(load_resolved(run / "recipe.yaml"), index, host_of(url), port_of(url))
+    recipe = load_resolved(run / "recipe.yaml")
+    spec = engine.spec_from_recipe(recipe, index, host_of(url), port_of(url), load_folder_weights=load_weights)
     command = engine.command(spec)
     os.execve(command[0], command, engine.environment(spec, endpoints.token))
 

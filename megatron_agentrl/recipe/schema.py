@@ -37,6 +37,11 @@ class Proximal(str, Enum):
     recomputed = "recomputed"
 
 
+class Correction(str, Enum):
+    truncate = "truncate"
+    mask = "mask"
+
+
 class OnFailure(str, Enum):
     stop = "stop"
 
@@ -139,6 +144,8 @@ class Data:
     """Shuffle the prompts anew each epoch (from `seed`)."""
     epochs: int | None = None
     """Stop after this many passes over the prompts; null repeats them for as long as steps remain."""
+    train_remainder: bool = False
+    """With `epochs`: train the groups that are left after the last full batch as one smaller batch."""
 
 
 @dataclass
@@ -224,7 +231,14 @@ class Algorithm:
     proximal: Proximal = Proximal.behaviour
     """What the clipped ratio is taken against: the engine's logprobs, or the trainer's own at the start of the step."""
     importance_cap: float = 2.0
-    """Truncation of the token-level importance weight trainer/engine (with `proximal=recomputed`)."""
+    """Largest token-level importance weight trainer/engine (with `proximal=recomputed`)."""
+    importance_floor: float = 0.0
+    """Smallest importance weight (with `proximal=recomputed`)."""
+    correction: Correction = Correction.truncate
+    """Importance weights outside [importance_floor, importance_cap] are brought to its border (`truncate`), or
+    their tokens left out of the loss (`mask`). With `proximal=recomputed`."""
+    dual_clip: float | None = None
+    """Upper bound of a negative-advantage token's loss in units of |advantage| (above 1); null sets none."""
     kl_coef: float = 0.0
     """Weight of the k3 KL to the reference policy (the weights the reinforcement phase started from)."""
     shuffle_rewards: bool = False

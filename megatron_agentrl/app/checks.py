@@ -1,0 +1,146 @@
+"""Everything that is checked before a process starts: the recipe, the data files, the agent, the memory.
+
+`recipe.validate` judges the recipe alone; this adds what other rooms know. No torch, no model, under a second.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_agentrl.planner import memory
+from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
+from megatron_agentrl.recipe.schema import Init, Recipe, Source
+from megatron_agentrl.recipe.validate import gpu_count, problems, read_config
+
+
+def check(recipe: Recipe, mode: str = "train") -> list[str]:
+    """Raises RecipeError, one line for each problem; returns the lines of a short summary."""
+    found = list(problems(recipe, mode))
+    if found:
+        raise RecipeError("\n".join(found))
+    config = read_config(recipe.model.path)
+    found = [*_agent_problems(recipe, mode), *_memory_problems(recipe, config, mode)]
+    if found:
+        raise RecipeError("\n".join(found))
+    # Tens of thousands of small objects that are all kept until the end: looking for cycles among them takes a
+    # sixth of the whole check.
+    gc.disable()
+    try:
+        data = _check_data(recipe, mode)
+    finally:
+        gc.enable()
+    return _summary(recipe, config, mode, data)
+
+
+def _agent_problems(recipe: Recipe, mode: str) -> Iterator[str]:
+    """Finds the agent's class without running its module, which may be slow to import."""
+    if mode in ("sft", "export"):
+        return
+    name = recipe.agent.cls
+    module, colon, cls = name.partition(":")
+    if not colon or not cls.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        yield f"agent.cls={name}: expected module:Class, e.g. examples.calculator.agent:CalculatorAgent"
+        return
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None:
+        yield f"agent.cls={name}: there is no module {module} (looked from {Path.cwd()}); check the name or start there"
+        return
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return
+    try:
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        yield f"agent.cls={name}: {spec.origin}:{error.lineno}: {error.msg}"
+        return
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    names |= {
+        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    names |= {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    if cls not in names:
+        yield f"agent.cls={name}: {spec.origin} has no {cls}; {did_you_mean(cls, names)}"
+
+
+def _memory_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:
+    try:
+        needed = memory.estimate(recipe, config, gpu=gpu_count() > 0, mode=mode)
+    except KeyError as error:
+        yield f"{recipe.model.path}/config.json: {error} is missing; save the model's whole config there"
+        return
+    free, limit = memory.available_bytes()
+    if needed.total > free:
+        yield (
+            f"memory: the run needs about {needed.total / memory.GIB:.1f} GiB ({needed}), found {free / memory.GIB:.1f} "
+            f"GiB free ({limit}); choose a smaller model, bf16, or lower {_largest(recipe, needed)}"
+        )
+
+
+def _largest(recipe: Recipe, needed: memory.Memory) -> str:
+    """The knob on the side that takes most."""
+    if needed.engine * needed.engines > needed.trainer * needed.trainers:
+        return "rollout.kv_cache_gib" if needed.engines == 1 else "rollout.replicas"
+    return "train.micro_batch_tokens" if recipe.topology.world == 1 else "topology.world"
+
+
+def _check_data(recipe: Recipe, mode: str) -> list[str]:
+    # Imported here: `export` needs no data.
+    from megatron_agentrl.data.demonstrations import read_demonstrations
+    from megatron_agentrl.data.prompts import load_prompts
+
+    lines = []
+    if recipe.warm_start.steps and mode in ("train", "sft"):
+        assert recipe.warm_start.data is not None
+        demonstrations = read_demonstrations(recipe.warm_start.data)
+        lines.append(f"warm start: {len(demonstrations):,} demonstrations, {recipe.warm_start.steps} steps")
+    if mode in ("train", "eval"):
+        if recipe.data.source is Source.reasoning_gym:
+            _check_task(recipe.data.task or "")
+            lines.append(f"prompts: {recipe.data.size:,} of {recipe.data.task}, {recipe.data.eval_size:,} held out")
+        else:
+            prompts = load_prompts(recipe)
+            lines.append(f"prompts: {len(prompts.train):,} to train on, {len(prompts.held_out):,} held out")
+            if mode == "eval" and not prompts.held_out:
+                raise RecipeError("data.eval=null: the eval command needs held-out prompts; set data.eval=FILE.jsonl")
+    return lines
+
+
+def _check_task(task: str) -> None:
+    """The name alone: drawing a task's questions can take minutes and is the coordinator's."""
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        raise RecipeError(f"data.task={task}: no such reasoning-gym task; {did_you_mean(task, DATASETS)}")
+
+
+def _summary(recipe: Recipe, config: dict, mode: str, data: list[str]) -> list[str]:
+    count = memory.count_parameters(config).total
+    topology, algorithm, train = recipe.topology, recipe.algorithm, recipe.train
+    needed = memory.estimate(recipe, config, gpu=gpu_count() > 0, mode=mode)
+    weights = "random weights" if recipe.model.init is Init.random and mode != "eval" else "the folder's weights"
+    lines = [f"model: {recipe.model.path}, {config['model_type']}, {count:,} parameters, {weights}"]
+    if mode != "eval":
+        dense = topology.world // (topology.tp * topology.pp * topology.cp)
+        lines.append(f"topology: {topology.world} trainer process(es): dp {dense}, ep {topology.ep}")
+    if mode in ("train", "eval"):
+        lines.append(
+            f"rollout: {recipe.rollout.replicas} engine(s), {recipe.agent.workers} worker(s) of {recipe.agent.cls}"
+        )
+    if mode == "train":
+        lines.append(
+            f"batch: {train.batch} prompts x {algorithm.group_size} trajectories = {train.batch * algorithm.group_size}, "
+            f"{train.steps} steps, staleness at most {recipe.staleness.eta}"
+        )
+    return [*lines, *data, f"memory: {needed}"]

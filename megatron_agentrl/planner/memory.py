@@ -1,0 +1,205 @@
+"""How many parameters a model has and how many bytes each process of a run needs, from its config alone.
+
+An estimate to refuse what cannot fit before anything starts; not a profiler. Counts are exact for the architectures
+below; activations and the processes' own footprint are upper-side guesses from measured runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_agentrl.recipe.schema import Dtype, Recipe
+
+GIB = 1024**3
+
+#: Resident memory of a process before it holds a model, measured on a CPU: libraries, buffers, one event loop.
+TRAINER_BASE = 0.7 * GIB
+ENGINE_BASE = 1.8 * GIB
+HELPER_BASE = 0.2 * GIB
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameter counts. `experts` are the routed ones (sharded by ep); `embedding` counts embedding and head."""
+
+    dense: int
+    experts: int
+    embedding: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts + self.embedding
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of host memory that a run needs, by process."""
+
+    trainer: float
+    trainers: int
+    engine: float
+    engines: int
+    helpers: float
+
+    @property
+    def total(self) -> float:
+        return self.trainer * self.trainers + self.engine * self.engines + self.helpers
+
+    def __str__(self) -> str:
+        return (
+            f"{self.trainers} trainer x {self.trainer / GIB:.1f} + {self.engines} engine x {self.engine / GIB:.1f} "
+            f"+ helpers {self.helpers / GIB:.1f} = {self.total / GIB:.1f} GiB"
+        )
+
+
+def count_parameters(config: dict[str, Any]) -> Parameters:
+    """Exact count for a Hugging Face config of type nemotron_h or qwen3_moe (router bias buffers included)."""
+    counters = {"nemotron_h": _nemotron_h, "qwen3_moe": _qwen3_moe}
+    kind = config.get("model_type")
+    if kind not in counters:
+        raise ValueError(f"model_type {kind!r}, expected one of {', '.join(counters)}")
+    dense, experts = counters[kind](config)
+    tables = 1 if config.get("tie_word_embeddings") else 2
+    return Parameters(dense, experts, tables * config["vocab_size"] * config["hidden_size"])
+
+
+def pattern(config: dict[str, Any]) -> str:
+    """Layer letters of a nemotron_h config: M Mamba-2, * attention, E experts, - dense MLP."""
+    if config.get("hybrid_override_pattern"):
+        return config["hybrid_override_pattern"]
+    letters = {
+        "mamba": "M",
+        "linear_attention": "M",
+        "attention": "*",
+        "full_attention": "*",
+        "moe": "E",
+        "mlp": "-",
+    }
+    return "".join(letters[name] for name in config["layers_block_type"])
+
+
+def _nemotron_h(config: dict[str, Any]) -> tuple[int, int]:
+    hidden = config["hidden_size"]
+    dense = experts = 0
+    for letter in pattern(config):
+        dense += hidden  # the layer's norm
+        if letter == "M":
+            dense += _mamba(config)
+        elif letter == "*":
+            dense += _attention(config)
+        elif letter == "-":
+            dense += 2 * hidden * config["intermediate_size"]
+        else:
+            width = config.get("moe_latent_size") or hidden
+            experts += config["n_routed_experts"] * 2 * width * config["moe_intermediate_size"]
+            dense += config["n_routed_experts"] * (hidden + 1)  # router and its bias
+            shared = config.get("n_shared_experts", 1) * config["moe_shared_expert_intermediate_size"]
+            dense += 2 * hidden * shared
+            dense += 2 * hidden * width if config.get("moe_latent_size") else 0
+    return dense + hidden, experts
+
+
+def _mamba(config: dict[str, Any]) -> int:
+    hidden, heads = config["hidden_size"], config["mamba_num_heads"]
+    inner = heads * config["mamba_head_dim"]
+    convolved = inner + 2 * config["n_groups"] * config["ssm_state_size"]
+    in_proj = hidden * (inner + convolved + heads)
+    convolution = convolved * (config.get("conv_kernel", 4) + int(config.get("use_conv_bias", True)))
+    return in_proj + convolution + 3 * heads + inner + inner * hidden
+
+
+def _attention(config: dict[str, Any]) -> int:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads
+    return hidden * size * (2 * heads + 2 * config["num_key_value_heads"])
+
+
+def _qwen3_moe(config: dict[str, Any]) -> tuple[int, int]:
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    count = config.get("num_experts") or config["num_local_experts"]
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    step = config.get("decoder_sparse_step", 1)
+    without = set(config.get("mlp_only_layers") or [])
+    sparse = sum(1 for i in range(layers) if i not in without and (i + 1) % step == 0)
+    dense = layers * (_attention(config) + 2 * size + 2 * hidden) + hidden
+    dense += sparse * count * hidden + (layers - sparse) * 3 * hidden * config.get("intermediate_size", 0)
+    return dense, sparse * count * 3 * hidden * config["moe_intermediate_size"]
+
+
+def estimate(recipe: Recipe, config: dict[str, Any], *, gpu: bool, mode: str = "train") -> Memory:
+    """Host memory of a run. With `gpu` the weights live elsewhere and only the processes' own footprint counts."""
+    trainers = 0 if mode == "eval" else recipe.topology.world
+    engines = recipe.rollout.replicas if mode in ("train", "eval") else 0
+    helpers = HELPER_BASE * (2 + recipe.agent.workers) if engines else 0.0
+    if gpu:
+        return Memory(TRAINER_BASE, trainers, ENGINE_BASE, engines, helpers)
+    return Memory(trainer_bytes(recipe, config), trainers, engine_bytes(recipe, config), engines, helpers)
+
+
+def trainer_bytes(recipe: Recipe, config: dict[str, Any]) -> float:
+    """Bytes of one trainer rank: weights, fp32 gradients, optimizer state and master, activations, footprint.
+
+    Optimizer state is counted as not sharded over data-parallel ranks.
+    """
+    topology, parameters = recipe.topology, count_parameters(config)
+    etp = topology.etp if topology.etp is not None else topology.tp
+    held = (parameters.dense + parameters.embedding) / topology.tp / topology.pp
+    held += parameters.experts / (topology.ep * etp * topology.pp)
+    bf16 = recipe.model.dtype is Dtype.bf16
+    each = 2 + 4 if bf16 else 4  # weights, and the master copy that bf16 keeps
+    each += 4  # gradients
+    each += 8 if recipe.optimizer.name == "adam" else 0  # two moments
+    each += (2 if bf16 else 4) if recipe.algorithm.kl_coef > 0 else 0  # the reference policy
+    return held * each + _activations(recipe, config) + TRAINER_BASE
+
+
+def engine_bytes(recipe: Recipe, config: dict[str, Any]) -> float:
+    """Bytes of one engine replica: weights, a staged second copy, cache, footprint."""
+    size = 2 if recipe.rollout.dtype is Dtype.bf16 else 4
+    return 2 * size * count_parameters(config).total + recipe.rollout.kv_cache_gib * GIB + ENGINE_BASE
+
+
+def _activations(recipe: Recipe, config: dict[str, Any]) -> float:
+    """Bytes one micro-batch keeps for the backward pass: about 17 hidden vectors a layer, and logits three times."""
+    layers = config.get("num_hidden_layers") or len(pattern(config))
+    per_token = 17 * layers / recipe.topology.pp * config["hidden_size"] + 3 * config["vocab_size"]
+    size = 2 if recipe.model.dtype is Dtype.bf16 else 4
+    return recipe.train.micro_batch_tokens * per_token * size
+
+
+def available_bytes() -> tuple[float, str]:
+    """Memory that new processes may still take, and what limits it: the machine or a control group."""
+    limits = [(_mem_available(), "MemAvailable of this machine")]
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            root, limit, used, cache = Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            limit, used, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        folder = root / group.lstrip("/")
+        for place in (folder, *folder.parents):  # the tightest of the group and those above it
+            if not place.is_relative_to(root):
+                break
+            text = (place / limit).read_text().strip() if (place / limit).is_file() else "max"
+            if text != "max":
+                reclaimable = _stat(place / "memory.stat", cache)
+                free = float(text) - float((place / used).read_text()) + reclaimable
+                limits.append((free, f"the control group {place}"))
+    return min(limits)
+
+
+def _stat(path: Path, key: str) -> float:
+    fields = (line.split() for line in path.read_text().splitlines()) if path.is_file() else ()
+    return next((float(field[1]) for field in fields if field[0] == key), 0.0)
+
+
+def _mem_available() -> float:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return float(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable line; expected Linux 3.14 or later")

@@ -1,0 +1,364 @@
+"""Distributed checkpoints that are either complete or not there.
+
+`save` writes `step_N.tmp`, then a mark that lists every file with its size, then renames to `step_N`; a
+process killed at any moment leaves a folder that `newest` and `load` refuse. Weights and optimizer state are
+megatron-core's `torch_dist` format under Transformer Engine's key names, per parameter, so that another
+parallel layout can load them. Schedules and anything else of the run travel in `extra` (JSON).
+
+Left out on purpose: megatron-core's `_extra_state` entries (empty without delayed-scaling fp8, and named
+differently with and without Transformer Engine), and the optimizer's parameter groups, whose values the recipe
+sets before each step. Adam's step count stands in the mark.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.optimizer import distrib_optimizer as _distrib
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron_agentrl.trainer.optimizer import parts
+
+FORMAT = 1
+MARK = "complete.json"
+_STEP = re.compile(r"step_(\d+)")
+
+
+class IncompleteCheckpoint(RuntimeError):
+    """The folder is not a complete checkpoint."""
+
+
+class Newest(NamedTuple):
+    """The newest complete checkpoint (None if there is none) and why newer or other folders were passed over."""
+
+    path: Path | None
+    step: int
+    skipped: list[str]
+
+
+def save(
+    folder: Path,
+    models: list[Any],
+    optimizer: Any,
+    step: int,
+    extra: dict[str, Any],
+    before_complete: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write `folder/step_{step}`. Collective.
+
+    Args:
+        folder: the run's checkpoint folder, the same for every rank (a shared file system across nodes).
+        extra: JSON-serialisable state of the run; the first rank's is written.
+        before_complete: called on the first rank with the folder being written, before it is declared
+            complete: whatever it adds there (a ledger's snapshot) is part of the checkpoint.
+
+    Returns the final folder. An existing `step_{step}` is replaced.
+    """
+    folder = Path(folder)
+    final, tmp = folder / f"step_{step}", folder / f"step_{step}.tmp"
+    text = json.dumps(extra, indent=1)  # refused before anything is written
+    if dist.get_rank() == 0:
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir(parents=True)
+    dist.barrier()
+    _fill_state(optimizer)
+    state = _model_state(models)
+    state["optimizer"] = _optimizer_state(optimizer, state, loading=False)
+    state["rng"] = _rng_object(_rng_state())
+    _write(state, tmp)
+    if dist.get_rank() == 0:
+        (tmp / "extra.json").write_text(text)
+        if before_complete is not None:
+            before_complete(tmp)
+        _complete(tmp, final, {"step": step, "optimizer_step": _adam_step(optimizer)})
+    dist.barrier()
+    return final
+
+
+def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
+    """Read a complete checkpoint into the model and the optimizer; returns `extra`. Collective.
+
+    The parallel layout may differ from the one that wrote it. The random state is restored when the world
+    has the same size, and left as `topology.init` seeded it otherwise.
+
+    Raises:
+        IncompleteCheckpoint: the folder was never completed, or a file of it is missing or truncated.
+    """
+    folder = Path(folder)
+    mark = check(folder)
+    _fill_state(optimizer)
+    state = _model_state(models)
+    state["optimizer"] = _optimizer_state(optimizer, state, loading=True)
+    same_world = mark["world"] == dist.get_world_size()
+    if same_world:
+        state["rng"] = _rng_object(None)
+    loaded = dist_checkpointing.load(state, str(folder))
+    _put_model(models, loaded)
+    if loaded.get("optimizer"):
+        optimizer.load_state_dict(loaded["optimizer"])
+        _set_adam_step(optimizer, mark["optimizer_step"])
+    if same_world:
+        _put_rng(loaded["rng"])
+    return json.loads((folder / "extra.json").read_text())
+
+
+def save_weights(folder: Path, models: list[Any]) -> Path:
+    """Write the weights alone, under exactly this folder name (the KL reference). Collective."""
+    folder = Path(folder)
+    tmp = folder.with_name(folder.name + ".tmp")
+    if dist.get_rank() == 0:
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir(parents=True)
+    dist.barrier()
+    _write(_model_state(models), tmp)
+    if dist.get_rank() == 0:
+        _complete(tmp, folder, {"step": 0, "optimizer_step": 0})
+    dist.barrier()
+    return folder
+
+
+def load_weights(folder: Path, models: list[Any]) -> None:
+    """Read the weights alone; build the optimizer afterwards. Collective.
+
+    Raises:
+        IncompleteCheckpoint: see `load`.
+    """
+    check(Path(folder))
+    _put_model(models, dist_checkpointing.load(_model_state(models), str(folder)))
+
+
+def check(folder: Path) -> dict[str, Any]:
+    """Return the mark of a complete checkpoint.
+
+    Raises:
+        IncompleteCheckpoint: naming what is missing.
+    """
+    mark_file = folder / MARK
+    if not mark_file.is_file():
+        raise IncompleteCheckpoint(f"{folder}: no {MARK}; the save did not finish. Use an older checkpoint")
+    mark = json.loads(mark_file.read_text())
+    if mark.get("format") != FORMAT:
+        raise IncompleteCheckpoint(f"{folder}: format {mark.get('format')!r}, this program reads {FORMAT}")
+    for name, size in mark["files"].items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes"
+            raise IncompleteCheckpoint(f"{folder}: {name} {what}, {size} bytes were written")
+    return mark
+
+
+def newest(folder: Path) -> Newest:
+    """The complete checkpoint of the highest step (compared as numbers), with the reason for each folder skipped."""
+    steps: list[tuple[int, Path]] = []
+    skipped = []
+    for path in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []:
+        if not path.is_dir() or not path.name.startswith("step_"):
+            continue
+        match = _STEP.fullmatch(path.name)
+        if match is None:
+            skipped.append(f"{path.name}: not step_N; a save was interrupted")
+        else:
+            steps.append((int(match[1]), path))
+    for step, path in sorted(steps, reverse=True):
+        try:
+            check(path)
+        except IncompleteCheckpoint as error:
+            skipped.append(str(error))
+            continue
+        return Newest(path, step, skipped)
+    return Newest(None, 0, skipped)
+
+
+def prune(folder: Path, keep: int) -> list[Path]:
+    """Remove all but the `keep` newest complete checkpoints, and what interrupted saves left. First rank only.
+
+    Folders that are incomplete under a final name are kept for a person to look at. Returns what was removed.
+
+    Raises:
+        ValueError: keep is below 1.
+    """
+    if keep < 1:
+        raise ValueError(f"checkpoint.keep={keep}: at least one checkpoint must stay")
+    complete, removed = [], []
+    for path in Path(folder).iterdir():
+        match = _STEP.fullmatch(path.name)
+        if match is None:
+            if path.is_dir() and path.name.startswith("step_") and path.name.endswith(".tmp"):
+                removed.append(path)
+        elif (path / MARK).is_file():
+            complete.append((int(match[1]), path))
+    removed += [path for _, path in sorted(complete, reverse=True)[keep:]]
+    for path in removed:
+        # Without its mark a folder is no checkpoint, so an interrupted removal leaves none that looks whole.
+        (path / MARK).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    return removed
+
+
+def _complete(tmp: Path, final: Path, facts: dict[str, Any]) -> None:
+    """Write the mark and give the folder its final name; both are on disk when this returns."""
+    files = {str(path.relative_to(tmp)): path.stat().st_size for path in sorted(tmp.rglob("*")) if path.is_file()}
+    for name in files:
+        _sync(tmp / name)
+    mark = {"format": FORMAT, "world": dist.get_world_size(), **facts, "files": files}
+    (tmp / MARK).write_text(json.dumps(mark, indent=1))
+    _sync(tmp / MARK)
+    _sync(tmp)
+    replaced = final.with_name(f"{final.name}.replaced.tmp")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    tmp.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write(state: dict[str, Any], folder: Path) -> None:
+    # megatron-core collects the writers' results through a manager process, for its asynchronous saves; started
+    # by "spawn", that imports the program's main module again and stays alive. Writers of a synchronous save
+    # are threads of this process, for which a plain queue is enough.
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+    torch_strategy._logged_mcore_async_deprecation = True  # a warning about asynchronous saves, which this is not
+    dist_checkpointing.save(state, str(folder))
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _model_state(models: list[Any]) -> dict[str, Any]:
+    """Sharded state of the model chunks, under "model" or "model0", "model1", ..."""
+    state = {}
+    for index, chunk in enumerate(models):
+        sharded = chunk.module.sharded_state_dict(metadata=_metadata())
+        state["model" if len(models) == 1 else f"model{index}"] = {
+            name: value for name, value in sharded.items() if "_extra_state" not in name
+        }
+    return state
+
+
+def _put_model(models: list[Any], loaded: dict[str, Any]) -> None:
+    for index, chunk in enumerate(models):
+        tensors = loaded["model" if len(models) == 1 else f"model{index}"]
+        missing, unexpected = chunk.module.load_state_dict(tensors, strict=False)
+        missing = [name for name in missing if "_extra_state" not in name]
+        if missing or unexpected:
+            raise IncompleteCheckpoint(f"model chunk {index}: missing {missing}, unexpected {list(unexpected)}")
+
+
+def _optimizer_state(optimizer: Any, model_state: dict[str, Any], loading: bool) -> dict[Any, Any]:
+    """Sharded moments and float32 weights by parameter; everything else stays local to this process."""
+    if not any(isinstance(part, _distrib.DistributedOptimizer) for part in parts(optimizer)):
+        return {}  # plain SGD on float32 weights keeps no state
+    whole = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_metadata())
+    chained = [whole] if len(parts(optimizer)) == 1 else list(whole.values())
+    for state in chained:
+        for name in list(state):
+            if name != "param_state":
+                state[name] = LocalNonpersistentObject(state[name])
+    return whole
+
+
+def _inner(optimizer: Any) -> list[torch.optim.Optimizer]:
+    return [part.optimizer for part in parts(optimizer) if getattr(part, "optimizer", None) is not None]
+
+
+def _fill_state(optimizer: Any) -> None:
+    """Give torch's Adam the state it has before its first step; megatron-core expects it to be there."""
+    if _distrib.HAVE_APEX_OR_TE:
+        return
+    for inner in _inner(optimizer):
+        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def _adam_step(optimizer: Any) -> int:
+    """How many steps Adam has taken: per parameter in torch, per group in Transformer Engine and apex."""
+    steps = {int(group["step"]) for inner in _inner(optimizer) for group in inner.param_groups if "step" in group}
+    steps |= {int(s["step"]) for inner in _inner(optimizer) for s in inner.state.values() if "step" in s}
+    if len(steps) > 1:
+        raise RuntimeError(f"parameters disagree on the optimizer's step: {sorted(steps)}")
+    return steps.pop() if steps else 0
+
+
+def _set_adam_step(optimizer: Any, step: int) -> None:
+    """Set the step count, in a tensor of its own per parameter.
+
+    megatron-core 0.19.2 gives all parameters one shared tensor after a load; torch then raises the count once
+    per parameter and step, and the bias correction is silently wrong from there on.
+    """
+    for inner in _inner(optimizer):
+        for group in inner.param_groups:
+            if "step" in group:
+                group["step"] = step
+        for state in inner.state.values():
+            if "step" in state:
+                state["step"] = torch.full_like(state["step"], float(step))
+
+
+def _rng_state() -> dict[str, Any]:
+    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (
+            str(name),
+            torch.from_numpy(numpy.asarray(keys).astype("int64")),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state().cpu(),
+        "tracker": {name: state.cpu() for name, state in get_cuda_rng_tracker().get_states().items()},
+    }
+
+
+def _put_rng(state: dict[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(dict(state["tracker"]))
+
+
+def _rng_object(state: dict[str, Any] | None) -> ShardedObject:
+    """One entry a process."""
+    return ShardedObject("rng", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)

@@ -1,0 +1,192 @@
+"""The layer specification of the hybrid model: megatron-core's own with Transformer Engine, local ones without.
+
+Both give the same parameter names and the same distributed-checkpoint keys, so that a checkpoint written on
+a laptop loads on a cluster. Transformer Engine puts the norm before a column-parallel linear inside that
+linear (`linear_fc1.layer_norm_weight`); `NormColumnParallelLinear` does the same with torch. Also here:
+the router that leaves padding out of the expert-bias counts. No model configuration is read here.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as te_stack_spec
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, marked so that megatron-core sums its gradient over ranks that share a sequence."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """Column-parallel linear with the RMSNorm of its input inside, named as Transformer Engine names it."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
+        device = self.weight.device
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype, device=device))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """input_ [..., input_size]; returns (output, bias) as ColumnParallelLinear does."""
+        normed = F.rms_norm(input_, (input_.shape[-1],), self.layer_norm_weight, self.eps)
+        return super().forward(normed, *args, **kwargs)
+
+
+class Router(TopKRouter):
+    """megatron-core's router, with the expert-bias counts of the tokens that are really there.
+
+    0.19.2 combines the mask [tokens] with the routing map [tokens, experts] as if both had the same last
+    dimension, so a padding mask cannot be used with the expert bias. Padding must not count: it would make
+    the bias depend on how rows are grouped into micro-batches. A frozen bias counts nothing.
+    """
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        if not self.enable_expert_bias or self.frozen_expert_bias or not torch.is_grad_enabled():
+            return
+        with torch.no_grad():
+            if padding_mask is not None:
+                routing_map = routing_map & ~padding_mask.reshape(-1, 1)
+            self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+class LocalHybridStack(HybridStack):
+    """HybridStack builds its final norm from Transformer Engine by name; this one builds torch's."""
+
+    def __init__(self, config: TransformerConfig, submodules: HybridStackSubmodules, **kwargs: Any) -> None:
+        wanted = kwargs.pop("post_layer_norm", True)
+        super().__init__(config, submodules, post_layer_norm=False, **kwargs)
+        self.post_layer_norm = wanted
+        if self.post_process and wanted:
+            self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+def _local_moe() -> Any:
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+    def shared_experts(*, config: Any, pg_collection: Any, gate: bool, name: str | None = None) -> SharedExpertMLP:
+        return SharedExpertMLP(config=config, submodules=linears, gate=gate, pg_collection=pg_collection, name=name)
+
+    return partial(
+        MoELayer,
+        submodules=MoESubmodules(
+            experts=partial(SequentialMLP, submodules=linears), shared_experts=shared_experts, router=Router
+        ),
+    )
+
+
+def local_stack_spec(mixer: dict[str, Any]) -> ModuleSpec:
+    """The hybrid stack on torch layers: M Mamba-2, * attention, E mixture of experts, - MLP.
+
+    Args:
+        mixer: further keyword arguments of MambaMixer (convolution width, chunk size).
+    """
+    return ModuleSpec(
+        module=LocalHybridStack,
+        submodules=HybridStackSubmodules(
+            mamba_layer=ModuleSpec(
+                module=MambaLayer,
+                submodules=MambaLayerSubmodules(
+                    mixer=ModuleSpec(
+                        module=MambaMixer,
+                        params=mixer,
+                        submodules=MambaMixerSubmodules(in_proj=NormColumnParallelLinear, out_proj=RowParallelLinear),
+                    ),
+                    mamba_bda=get_bias_dropout_add,
+                ),
+            ),
+            attention_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    self_attention=ModuleSpec(
+                        module=SelfAttention,
+                        params={"attn_mask_type": AttnMaskType.causal},
+                        submodules=SelfAttentionSubmodules(
+                            linear_qkv=NormColumnParallelLinear,
+                            core_attention=DotProductAttention,
+                            linear_proj=RowParallelLinear,
+                            q_layernorm=RMSNorm,
+                            k_layernorm=RMSNorm,
+                        ),
+                    ),
+                    self_attn_bda=get_bias_dropout_add,
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                module=MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    mlp=partial(
+                        MLP.as_mlp_submodule,
+                        submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear),
+                    ),
+                    mlp_bda=get_bias_dropout_add,
+                ),
+            ),
+            moe_layer=ModuleSpec(
+                module=MoETransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=RMSNorm, mlp=_local_moe(), mlp_bda=get_bias_dropout_add
+                ),
+            ),
+        ),
+    )
+
+
+def stack_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
+    """The specification for this machine: megatron-core's own where Transformer Engine is present.
+
+    Raises:
+        ValueError: the configuration needs Transformer Engine, which is absent.
+    """
+    if HAVE_TE:
+        spec = copy.deepcopy(te_stack_spec)
+        spec.submodules.mamba_layer.submodules.mixer.params = mixer
+        experts = spec.submodules.moe_layer.submodules
+        found = experts.mlp.keywords["submodules"]
+        experts.mlp = partial(
+            experts.mlp.func,
+            submodules=MoESubmodules(experts=found.experts, shared_experts=found.shared_experts, router=Router),
+        )
+        return spec
+    for feature, used in (
+        ("context parallelism (topology.cp > 1)", config.context_parallel_size > 1),
+        ("latent experts (moe_latent_size)", bool(config.moe_latent_size)),
+        ("fp8", bool(config.fp8)),
+    ):
+        if used:
+            raise ValueError(f"{feature} needs Transformer Engine, which is not installed; install it or turn it off")
+    spec = local_stack_spec(mixer)
+    if not config.qk_layernorm:
+        attention = spec.submodules.attention_layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = None
+    return spec

@@ -1,0 +1,345 @@
+"""The trainer's phases: warm start, reinforcement, export. Every rank runs the same code.
+
+Rank 0 alone talks to the coordinator and the engines; what it learns reaches the other ranks by broadcast,
+so that all ranks enter the same collectives in the same order. The loop owns no numerics: batches are
+`trainer.batch`, the step is `trainer.step`, the estimators are `algorithm`.
+
+Version v is the weights after v reinforcement steps; step v starts from version v and makes v + 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from megatron_agentrl.algorithm.advantages import group_advantages
+from megatron_agentrl.data.encoded import EncodedDemonstrations
+from megatron_agentrl.layout.megatron import fp32_tensors, hf_tensors
+from megatron_agentrl.observe.events import EventLog
+from megatron_agentrl.observe.metrics import MetricsWriter
+from megatron_agentrl.recipe.schema import Dtype, Recipe
+from megatron_agentrl.trainer import canary, checkpoint
+from megatron_agentrl.trainer.batch import MicroBatch, rl_micro_batch, sft_micro_batch
+from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
+from megatron_agentrl.trainer.losses import rl_loss, sft_loss
+from megatron_agentrl.trainer.optimizer import build, learning_rate
+from megatron_agentrl.trainer.reference import Reference
+from megatron_agentrl.trainer.step import forward_logprobs, train_step
+from megatron_agentrl.trainer.topology import Rank
+from megatron_agentrl.trainer.weights_io import iterate_hf, save_hf
+from megatron_agentrl.trajectory.spool import SpoolReader
+from megatron_agentrl.trajectory.types import Receipt, Trajectory
+from megatron_agentrl.weights.manifest import Manifest, TensorInfo
+from megatron_agentrl.weights.publish import Canary, Publisher
+
+T = TypeVar("T")
+
+TORCH_DTYPE = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
+
+
+@dataclass
+class Trainer:
+    """What every phase needs. `models` are the wrapped chunks. The last three are None on ranks other than 0."""
+
+    recipe: Recipe
+    run_dir: Path
+    rank: Rank
+    hf_config: dict[str, Any]
+    models: list[Any]
+    pad_id: int
+    events: EventLog
+    metrics: MetricsWriter | None = None
+    coordinator: CoordinatorClient | None = None
+    publisher: Publisher | None = None
+
+    @property
+    def first(self) -> bool:
+        return dist.get_rank() == 0
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+
+def from_rank0(make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank. An exception on rank 0 is raised there; the run ends with it."""
+    box = [make() if dist.get_rank() == 0 else None]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]  # type: ignore[return-value]
+
+
+# --- warm start -----------------------------------------------------------------------------------
+
+
+def warm_start(t: Trainer, demonstrations: EncodedDemonstrations) -> None:
+    """Supervised steps on demonstrations; the global batch is cut over data-parallel ranks."""
+    ws = t.recipe.warm_start
+    optimizer = build(t.models, ws.optimizer)
+    for step in range(1, ws.steps + 1):
+        t0 = time.perf_counter()
+        lr = learning_rate(ws.optimizer, step, ws.steps)
+        rows = demonstrations.batch(step - 1, ws.batch)
+        tokens = sum(sum(mask[1:]) for _, mask in rows)  # the first id has nothing before it to be predicted from
+        micro_batches = list(_sft_micro_batches(t, rows[t.rank.dp :: t.rank.dp_size]))
+        micro_batches += [_empty()] * (_largest(len(micro_batches)) - len(micro_batches))
+        result = train_step(t.models, optimizer, micro_batches, sft_loss, lr=lr, tokens=tokens, step=step)
+        if t.metrics is not None:
+            seconds = time.perf_counter() - t0
+            t.metrics.log(
+                "warm_start",
+                step,
+                {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "tokens": result.tokens, "seconds": seconds},
+            )
+            if t.coordinator is not None and (step % 10 == 0 or step == ws.steps):
+                t.coordinator.progress(phase="warm start", step=step, of=ws.steps, loss=result.loss)
+
+
+def _sft_micro_batches(t: Trainer, rows: list[tuple[list[int], list[int]]]) -> Iterator[MicroBatch]:
+    """Rows in order of length, cut so that rows x longest stays within the recipe's micro-batch."""
+    chunk: list[tuple[list[int], list[int]]] = []
+    for row in sorted(rows, key=lambda r: len(r[0])):
+        if chunk and (len(chunk) + 1) * len(row[0]) > t.recipe.train.micro_batch_tokens:
+            yield sft_micro_batch(chunk, t.pad_id)
+            chunk = []
+        chunk.append(row)
+    if chunk:
+        yield sft_micro_batch(chunk, t.pad_id)
+
+
+def _empty() -> MicroBatch:
+    """A micro-batch of weight 0: this rank has no rows left but must take part."""
+    return rl_micro_batch([], 0, 0, 0)
+
+
+def _largest(count: int) -> int:
+    """The largest count over the ranks: all must run that many micro-batches."""
+    if dist.get_world_size() == 1:
+        return count
+    largest = torch.tensor(count)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+# --- reinforcement --------------------------------------------------------------------------------
+
+
+def reinforce(t: Trainer, resume_at: int | None) -> int:
+    """Reinforcement steps on from the checkpoint of version `resume_at` (None: from the present weights).
+
+    Held-out evaluations stand before the first step, every `eval.every` steps and after the last.
+    Returns the last version.
+    """
+    recipe = t.recipe
+    optimizer = build(t.models, recipe.optimizer)
+    reference = _reference(t, resume_at)
+    version = resume_at or 0
+    folder = t.checkpoints / f"step_{version}"
+    if t.first:
+        # Also at a first start: it tells the coordinator that no engine holds a proven version yet.
+        assert t.coordinator is not None
+        t.coordinator.resume(version, None if resume_at is None else str(folder))
+    if resume_at is None:
+        save_checkpoint(t, optimizer, 0)  # what the warm start cost is not lost to a stop before the next checkpoint
+    else:
+        checkpoint.load(folder, t.models, optimizer)
+    publish_version(t, version)
+    if version == 0:
+        evaluate(t, "before", version)
+    while version < recipe.train.steps:
+        t0 = time.perf_counter()
+        with t.events.span("wait", step=version):
+            plan = from_rank0(lambda v=version: t.coordinator.batch(v, recipe.deadlines.batch))  # type: ignore[union-attr, misc]
+        if plan is None:
+            break
+        t1 = time.perf_counter()
+        with t.events.span("train", step=version):
+            values = _rl_step(t, optimizer, plan, version, reference)
+        if t.first:
+            t.coordinator.step_done(version, values)  # type: ignore[union-attr]
+        t2 = time.perf_counter()
+        version += 1
+        with t.events.span("publish", version=version):
+            publish_version(t, version)
+        t3 = time.perf_counter()
+        if t.metrics is not None:
+            values["seconds"] = {"wait": t1 - t0, "train": t2 - t1, "publish": t3 - t2}
+            t.metrics.log("train", version, values)
+        if recipe.checkpoint.every and version % recipe.checkpoint.every == 0 and version < recipe.train.steps:
+            save_checkpoint(t, optimizer, version)
+        if recipe.eval.every and version % recipe.eval.every == 0 and version < recipe.train.steps:
+            evaluate(t, "during", version)
+    save_checkpoint(t, optimizer, version)
+    evaluate(t, "after", version)
+    return version
+
+
+def _reference(t: Trainer, resume_at: int | None) -> Reference | None:
+    """The weights the reinforcement phase starts from, kept on disk so that a resumed run has the same ones."""
+    if t.recipe.algorithm.kl_coef == 0:
+        return None
+    folder = t.checkpoints / "reference"
+    if resume_at is None:
+        checkpoint.save_weights(folder, t.models)
+    else:
+        checkpoint.load_weights(folder, t.models)  # the policy's own weights follow from its checkpoint
+    return Reference(t.models)
+
+
+def _rl_step(t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, reference: Reference | None) -> dict[str, Any]:
+    recipe = t.recipe
+    rewards = [list(map(float, g["rewards"])) for g in plan["groups"]]
+    if recipe.algorithm.shuffle_rewards:
+        rewards = _shuffled(rewards, recipe.seed, version)
+    advantages = [group_advantages(recipe.algorithm.advantage, r) for r in rewards]
+    micro_batches = []
+    spool = SpoolReader(t.run_dir)
+    for entries in plan["ranks"][t.rank.dp]:
+        rows: list[tuple[Trajectory, float]] = []
+        for entry in entries:
+            receipt = msgspec.convert(entry["receipt"], Receipt, strict=False)
+            assert receipt.where is not None, f"{receipt.rollout_id} was planned without a payload"
+            rows.append((spool.read(receipt.where), advantages[entry["group"]][entry["member"]]))
+        micro_batches.append(rl_micro_batch(rows, t.pad_id, version, recipe.staleness.eta))
+    spool.close()
+    temperature = recipe.sampling.temperature
+    if reference is not None:
+        with reference.active(t.models):
+            for batch, logprobs_BT in zip(micro_batches, forward_logprobs(t.models, micro_batches, temperature), strict=True):
+                batch.columns["reference"] = logprobs_BT
+    result = train_step(
+        t.models,
+        optimizer,
+        micro_batches,
+        rl_loss(recipe.algorithm),
+        lr=learning_rate(recipe.optimizer, version + 1, recipe.train.steps),
+        tokens=plan["tokens"],
+        temperature=temperature,
+        step=version,
+    )
+    flat = [r for g in plan["groups"] for r in g["rewards"]]
+    return {
+        "reward": sum(flat) / len(flat),
+        "groups": len(plan["groups"]),
+        "rows": len(flat) - plan["skipped"],
+        "rows_without_signal": plan["skipped"],
+        "padding": plan["padding"],
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "tokens_trained": plan["tokens"],
+        **plan["stats"],
+        **result.metrics,
+    }
+
+
+def _shuffled(rewards: list[list[float]], seed: int, version: int) -> list[list[float]]:
+    """The control experiment: rewards permuted over the whole batch, the same way on every rank."""
+    flat = [r for group in rewards for r in group]
+    order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed * 1_000_003 + version)).tolist()
+    permuted = iter([flat[i] for i in order])
+    return [list(itertools.islice(permuted, len(group))) for group in rewards]
+
+
+# --- publish, evaluate, save ----------------------------------------------------------------------
+
+
+class WeightsNotServed(RuntimeError):
+    """A publish left no engine with proven weights."""
+
+
+def publish_version(t: Trainer, version: int) -> None:
+    """Moves the trainer's weights to every engine and has them proven. Collective.
+
+    An engine whose canary disagrees, or that failed on the way, gets no requests; the run goes on with the others.
+
+    Raises:
+        WeightsNotServed: no engine holds proven weights, with each engine's numbers.
+    """
+    rows = canary.score(t.models, t.hf_config["vocab_size"], t.recipe.weights.canary_tokens, seed=t.recipe.seed)
+    dtype = TORCH_DTYPE[t.recipe.rollout.dtype]
+    tensors = iterate_hf(t.models, t.hf_config, t.rank, dtype)
+    if not t.first:
+        for _ in tensors:
+            pass
+        return
+    assert t.publisher is not None and t.coordinator is not None and t.metrics is not None
+    whole = ((name, tensor) for name, tensor in tensors if tensor is not None)
+    report = t.publisher.publish(
+        version, _manifest(t.hf_config, dtype), whole, Canary([r.ids for r in rows], [r.logprobs[1:] for r in rows])
+    )
+    for name, outcome in report.engines.items():
+        state = "proven" if outcome.state == "proven" else "failed"
+        t.coordinator.version(version, name, state, outcome.gap, report.seconds["total"])
+    t.metrics.log(
+        "publish",
+        version,
+        {"version": version, "gap": report.gap, "bytes": report.nbytes, "engines_proven": len(report.proven)}
+        | {f"{phase}_s": seconds for phase, seconds in report.seconds.items()},
+    )
+    for problem in report.problems():
+        print(f"publish of version {version}: {problem}", flush=True)
+    if not report.proven:
+        raise WeightsNotServed(f"version {version} is served by no engine: {'; '.join(report.problems())}")
+
+
+def _manifest(hf_config: dict[str, Any], dtype: torch.dtype) -> Manifest:
+    """What a publish must deliver: the tensors of `iterate_hf`, in its order."""
+    keep = fp32_tensors(hf_config)
+    return Manifest(
+        tuple(
+            TensorInfo(name, shape, str(torch.float32 if name in keep else dtype).removeprefix("torch."))
+            for name, shape in hf_tensors(hf_config).items()
+        )
+    )
+
+
+def evaluate(t: Trainer, tag: str, version: int) -> None:
+    """Held-out evaluation on the present weights; rank 0 waits for it, the others wait for rank 0."""
+
+    def run() -> bool:
+        assert t.coordinator is not None and t.metrics is not None
+        t0 = time.perf_counter()
+        with t.events.span("eval", tag=tag, version=version):
+            reply = t.coordinator.evaluate(tag, version, t.recipe.deadlines.eval)
+        t.metrics.log(
+            "eval",
+            version,
+            {
+                "tag": tag,
+                "version": version,
+                "size": reply["size"],
+                "finished": reply["finished"],
+                "success": reply["success"],
+                "tokens_sampled": reply["tokens"],
+                **reply["metrics"],
+                "seconds": time.perf_counter() - t0,
+            },
+        )
+        return True
+
+    from_rank0(run)
+
+
+def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
+    with t.events.span("checkpoint", version=version):
+        ledger = None if t.coordinator is None else lambda folder: t.coordinator.checkpoint(version, str(folder))
+        checkpoint.save(t.checkpoints, t.models, optimizer, version, {"version": version}, before_complete=ledger)
+        if t.first:
+            checkpoint.prune(t.checkpoints, t.recipe.checkpoint.keep)
+
+
+def export(t: Trainer, folder: Path) -> None:
+    """Writes the model as a Hugging Face checkpoint. Collective."""
+    tensors = iterate_hf(t.models, t.hf_config, t.rank, TORCH_DTYPE[t.recipe.model.dtype])
+    with t.events.span("export"):
+        save_hf(folder, Path(t.recipe.model.path), tensors)
+        dist.barrier()

@@ -1,0 +1,171 @@
+"""Data-parallel wrapping, the optimizer and its learning rate.
+
+Thin over megatron-core: gradients are kept and reduced in float32, Adam's state is sharded over the
+data-parallel ranks (megatron-core's distributed optimizer, which knows Adam only), SGD's is not. What the
+recipe names is set here and nowhere else. Weight decay is decoupled and, as usual, not applied to
+one-dimensional parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import distrib_optimizer as _distrib
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_agentrl.recipe.schema import Optimizer, Schedule
+
+#: Parameters that stay in float32 in a bf16 model: the scan's decay is an exponential of an exponential.
+FLOAT32_PARAMETERS = ("A_log", "D", "dt_bias")
+
+
+def learning_rate(opt: Optimizer, step: int, total: int) -> float:
+    """The learning rate of 1-based step `step` of `total`.
+
+    Step k of the warm-up uses lr * k / warmup_steps. After it the rate is constant, or falls (linear or
+    half a cosine) from lr to lr * min_lr_fraction, reached exactly at the last step.
+
+    Raises:
+        ValueError: step is below 1.
+    """
+    if step < 1:
+        raise ValueError(f"learning_rate counts steps from 1, got {step}")
+    if step <= opt.warmup_steps:
+        return opt.lr * step / opt.warmup_steps
+    if opt.schedule == Schedule.constant:
+        return opt.lr
+    span = total - max(opt.warmup_steps, 1)
+    done = min(1.0, (step - max(opt.warmup_steps, 1)) / span) if span > 0 else 1.0
+    share = 1.0 - done if opt.schedule == Schedule.linear else 0.5 * (1.0 + math.cos(math.pi * done))
+    return opt.lr * (opt.min_lr_fraction + (1.0 - opt.min_lr_fraction) * share)
+
+
+def wrap(models: list[Any], opt: Optimizer) -> list[DistributedDataParallel]:
+    """Wrap model chunks for data parallelism. A model is wrapped once; `opt` says which kind of state it serves.
+
+    The weights of data-parallel rank 0 are copied to the others, so that all start equal.
+
+    Raises:
+        ValueError: an optimizer name other than adam or sgd.
+    """
+    config = get_model_config(models[0])
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=is_distributed(opt),
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        check_for_nan_in_grad=False,  # train_step checks the norm, and names the step
+    )
+    wrapped = []
+    for chunk, model in enumerate(models):
+        if config.bf16:
+            kept = {n: p.detach().float() for n, p in model.named_parameters() if n.endswith(FLOAT32_PARAMETERS)}
+            model = Float16Module(config, model)
+            for name, parameter in model.module.named_parameters():
+                if name in kept:
+                    parameter.data = kept[name]
+        layout = None
+        if ddp.use_distributed_optimizer:
+            layout = _distrib.DistributedOptimizer.compute_full_param_layout(
+                [parameter for parameter in model.parameters() if parameter.requires_grad],
+                None,  # one bucket: gradients are reduced once, after the last micro-batch
+                parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+                ddp,
+                expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_world_size(),
+            )
+        wrapped.append(
+            DistributedDataParallel(config, ddp, model, disable_bucketing=chunk > 0, full_param_layout=layout)
+        )
+    for chunk_model in wrapped:
+        chunk_model.broadcast_params()
+    return wrapped
+
+
+def is_distributed(opt: Optimizer) -> bool:
+    """Whether the optimizer's state is sharded over data-parallel ranks."""
+    if opt.name not in ("adam", "sgd"):
+        raise ValueError(f"optimizer.name={opt.name!r} is not supported; supported: adam, sgd")
+    return opt.name == "adam"
+
+
+def build(models: list[DistributedDataParallel], opt: Optimizer) -> MegatronOptimizer:
+    """The optimizer over wrapped chunks, from their present weights, with empty state.
+
+    Also sets the phase's router-bias rate: at 0 the bias is frozen and nothing is counted.
+
+    Raises:
+        ValueError: the chunks were wrapped for the other kind of optimizer state.
+    """
+    config = get_model_config(models[0])
+    distributed = is_distributed(opt)
+    if models[0].ddp_config.use_distributed_optimizer != distributed:
+        raise ValueError(
+            f"optimizer.name={opt.name!r} cannot follow the optimizer that this model was wrapped for; "
+            f"use the same name in warm_start.optimizer and optimizer"
+        )
+    if config.bf16 and not distributed:
+        raise ValueError("optimizer.name='sgd' needs model.dtype=fp32: without state it keeps no float32 weights")
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=opt.name,
+            lr=opt.lr,
+            min_lr=0.0,
+            weight_decay=opt.weight_decay,
+            adam_beta1=opt.beta1,
+            adam_beta2=opt.beta2,
+            adam_eps=opt.eps,
+            sgd_momentum=0.0,
+            clip_grad=opt.clip_grad,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=distributed,
+        ),
+        models,
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = [chunk.no_sync for chunk in models] if len(models) > 1 else models[0].no_sync
+    set_router_bias_rate(models, opt.router_bias_rate)
+    for part in parts(optimizer):
+        _complete(part)
+    return optimizer
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """The optimizers inside: one for dense parameters and one for experts under expert parallelism."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _complete(part: Any) -> None:
+    """Fill a gap of megatron-core 0.19.2 when it loads a checkpoint into torch's own Adam (no TE, no apex)."""
+    if isinstance(part, _distrib.DistributedOptimizer) and not _distrib.HAVE_APEX_OR_TE:
+        # torch's Adam keeps a tensor "step" per parameter, which the loader then misses in the checkpoint.
+        original = part._set_main_param_and_optimizer_states
+        part._set_main_param_and_optimizer_states = lambda param, tensors: original(param, {"step": None, **tensors})
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Set the rate of all parameter groups for the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def set_router_bias_rate(models: list[Any], rate: float) -> None:
+    """Set the step of the aux-loss-free bias update; 0 freezes the bias and stops counting."""
+    get_model_config(models[0]).moe_router_bias_update_rate = rate
+    for router in routers(models):
+        router.frozen_expert_bias = rate == 0.0
+
+
+def routers(models: list[Any]) -> list[Any]:
+    """Routers with an expert bias, in layer order."""
+    return [
+        module
+        for chunk in models
+        for module in get_attr_wrapped_model(chunk, "modules")()
+        if getattr(module, "expert_bias", None) is not None
+    ]

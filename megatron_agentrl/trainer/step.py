@@ -1,0 +1,259 @@
+"""One optimizer step, and forward passes for logprobs, through megatron-core's schedule.
+
+Normalisation is global: the gradient is that of (sum of losses over the global batch) / `tokens`, whatever
+the micro-batches, data-parallel ranks or experts' ranks. Every rank must enter each call, with the same
+number of micro-batches: experts exchange tokens in every layer. A rank without rows passes empty
+micro-batches. The loss itself is the caller's; see `LossFunction`.
+
+Shapes: B rows, T tokens, V columns of the vocabulary held here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_agentrl.trainer.batch import MicroBatch
+from megatron_agentrl.trainer.logprobs import token_logprobs
+from megatron_agentrl.trainer.optimizer import routers, set_learning_rate
+
+#: (logprobs_BT, micro-batch) -> (loss summed over trained tokens, metrics summed over them).
+#: logprobs_BT[b, t] is the logprob of ids_BT[b, t]; column 0 is 0 and must be masked.
+LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+class NonFiniteGradient(RuntimeError):
+    """The gradient norm of a step is not a finite number; the step was not applied."""
+
+
+@dataclass
+class StepResult:
+    """What a step did. `loss` is sum / tokens over the global batch; `metrics` are global sums."""
+
+    loss: float
+    grad_norm: float
+    tokens: float
+    lr: float
+    applied: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def is_empty(batch: MicroBatch) -> bool:
+    """A micro-batch of weight 0: this rank has no rows for it but must take part."""
+    return batch.ids_BT.shape[0] == 0 or batch.ids_BT.shape[1] < 2
+
+
+def _stand_in(batch: MicroBatch) -> MicroBatch:
+    """One row of two padding tokens, for an empty micro-batch."""
+    device = batch.ids_BT.device
+    return MicroBatch(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64), {})
+
+
+def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    columns = {name: column.to(device, non_blocking=True) for name, column in batch.columns.items()}
+    return MicroBatch(batch.ids_BT.to(device), batch.lengths_B.to(device), columns)
+
+
+def _forward(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """Run the model on all tokens but the last of each row: logits [B, >= T-1, V] on the last stage."""
+    inputs = batch.ids_BT[:, :-1]
+    ranks, rank = 1, 0
+    if get_model_config(model).sequence_parallel:  # the sequence is cut over the tensor-parallel ranks
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        inputs = torch.nn.functional.pad(inputs, (0, -inputs.shape[1] % ranks))
+    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs).contiguous()
+    # True is what must not count for the router's bias. A row's last token predicts nothing: in the longest
+    # row it is no input at all, so counting it in the others would make the bias depend on the grouping.
+    padding = positions >= batch.lengths_B[:, None] - 1
+    return model(inputs.contiguous(), positions, None, padding_mask=padding.chunk(ranks, 1)[rank])
+
+
+def _logprobs(logits: torch.Tensor, batch: MicroBatch, temperature: float, vocab_size: int) -> torch.Tensor:
+    """logprobs_BT aligned with the ids, 0 at the first position and in the padding."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    length = batch.ids_BT.shape[1]
+    lp = token_logprobs(logits[:, : length - 1], batch.ids_BT[:, 1:], temperature, vocab_size, group)
+    real = torch.arange(1, length, device=lp.device) < batch.lengths_B[:, None]
+    return torch.nn.functional.pad(torch.where(real, lp, 0.0), (1, 0))
+
+
+def _run(models: list[Any], batches: list[MicroBatch], forward_step: Any, *, train: bool) -> list[Any]:
+    """megatron-core's schedule for this topology. Returns what the loss function gave, on the last stage."""
+    iterators: list[Iterator[MicroBatch]] = [iter(batches) for _ in models]  # one a model chunk
+    single = len(models) == 1
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators[0] if single else iterators,
+        model=models[0] if single else models,
+        num_microbatches=len(batches),
+        # Without a pipeline these two are unused; with one, shapes travel with the tensors.
+        seq_length=max(1, max(batch.ids_BT.shape[1] for batch in batches) - 1),
+        micro_batch_size=max(1, batches[0].ids_BT.shape[0]),
+        forward_only=not train,
+        collect_non_loss_data=not train,
+    )
+
+
+def _check_counts(batches: list[MicroBatch]) -> None:
+    counts = torch.tensor([len(batches), -len(batches)], device=_device())
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    most, least = int(counts[0]), -int(counts[1])
+    if most != least or most == 0:
+        raise ValueError(
+            f"ranks bring between {least} and {most} micro-batches (this one {len(batches)}); "
+            f"each needs the same number, at least one: fill up with empty ones"
+        )
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _sum_over_ranks(sums: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Sum metrics over micro-batches and data-parallel ranks; the same on every rank. Names may differ by rank."""
+    own: dict[str, float] = {}
+    for metrics in sums:
+        for name, value in metrics.items():
+            own[name] = own.get(name, 0.0) + float(value)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    total: dict[str, float] = {}
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, own, group=group)
+        for metrics in gathered:  # in rank order, so that every rank adds alike
+            for name, value in metrics.items():
+                total[name] = total.get(name, 0.0) + value
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        total = _from_last_stage(total)
+    return total
+
+
+def train_step(
+    models: list[Any],
+    optimizer: Any,
+    batches: list[MicroBatch],
+    loss_fn: LossFunction,
+    *,
+    lr: float,
+    tokens: float,
+    temperature: float = 1.0,
+    step: int = 0,
+) -> StepResult:
+    """Forward, backward and one optimizer step over the global batch. Collective: every rank must call it.
+
+    Args:
+        models: chunks from `optimizer.wrap`.
+        batches: this rank's micro-batches; the same number on each rank, empty ones allowed.
+        loss_fn: see `LossFunction`; not called for an empty micro-batch.
+        lr: learning rate of this step.
+        tokens: global denominator, the same on each rank. May exceed the tokens in the micro-batches
+            (rows without signal are left out of them but count).
+        temperature: the logits are divided by it before the softmax.
+        step: names the step in errors.
+
+    Raises:
+        NonFiniteGradient: the gradient norm is not finite. Parameters, optimizer state and router biases
+            are as before the call.
+        ValueError: the ranks disagree on the number of micro-batches, or tokens is not above 0.
+    """
+    if not tokens > 0:
+        raise ValueError(f"step {step}: tokens={tokens}; a step needs at least one trained token")
+    _check_counts(batches)
+    config, device = get_model_config(models[0]), _device()
+    vocab_size = get_attr_wrapped_model(models[0], "true_vocab_size")
+
+    def loss_of(batch: MicroBatch, counted: bool, logits: torch.Tensor) -> Any:
+        logprobs = _logprobs(logits, batch, temperature, vocab_size)
+        if counted:
+            loss, metrics = loss_fn(logprobs, batch)
+        else:
+            loss, metrics = logprobs.sum() * 0.0, {}  # keeps the graph, so that backward meets the other ranks
+        sums = {name: torch.as_tensor(value).detach() for name, value in metrics.items()}
+        no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)  # `finalize` divides by `tokens`
+        return loss.float(), no_tokens, {"": loss.detach(), **sums}
+
+    def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
+        batch = next(batches)
+        counted = not is_empty(batch)
+        batch = _to(batch if counted else _stand_in(batch), device)
+        return _forward(model, batch), partial(loss_of, batch, counted)
+
+    def finalize(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+        finalize_model_grads(chunks, None, **kwargs)
+        for chunk in chunks:
+            chunk.scale_gradients(1.0 / tokens)
+
+    biases = [(router, router.expert_bias.clone()) for router in routers(models)]
+    config.finalize_model_grads_func = finalize
+    for chunk in models:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    sums = _run(models, batches, forward_step, train=True)
+    metrics = _sum_over_ranks(sums)
+    loss = metrics.pop("", 0.0) / tokens
+
+    # Asked before the step: megatron-core would clip by a NaN norm and apply the result.
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        with torch.no_grad():
+            for router, bias in biases:
+                router.expert_bias.copy_(bias)
+        raise NonFiniteGradient(
+            f"step {step}: the gradient norm is {grad_norm} (loss {loss}); the step was not applied. "
+            f"Look for infinite logprobs or advantages in this batch, or lower the learning rate"
+        )
+    set_learning_rate(optimizer, lr)
+    applied, _, _ = optimizer.step()
+    return StepResult(loss, grad_norm, float(tokens), lr, bool(applied), metrics)
+
+
+@torch.no_grad()
+def forward_logprobs(models: list[Any], batches: list[MicroBatch], temperature: float = 1.0) -> list[torch.Tensor]:
+    """Logprobs of the given tokens under the present weights, by the same path as training. Collective.
+
+    Returns one float32 [B, T] on the CPU per micro-batch (0 at the first position and in the padding; [B, T]
+    of zeros for an empty one), on every pipeline stage.
+
+    Raises:
+        ValueError: the ranks disagree on the number of micro-batches.
+    """
+    _check_counts(batches)
+    device = _device()
+    vocab_size = get_attr_wrapped_model(models[0], "true_vocab_size")
+
+    def keep(batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
+        return _logprobs(logits, batch, temperature, vocab_size).cpu()
+
+    def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
+        batch = next(batches)
+        batch = _to(_stand_in(batch) if is_empty(batch) else batch, device)
+        return _forward(model, batch), partial(keep, batch)
+
+    results = _run(models, batches, forward_step, train=False)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        results = _from_last_stage(results)
+    return [
+        torch.zeros(batch.ids_BT.shape, dtype=torch.float32) if is_empty(batch) else result
+        for batch, result in zip(batches, results, strict=True)
+    ]
+
+
+def _from_last_stage(value: Any) -> Any:
+    """The last pipeline stage's value, on every stage."""
+    carried = [value]
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast_object_list(carried, last, group=parallel_state.get_pipeline_model_parallel_group())
+    return carried[0]

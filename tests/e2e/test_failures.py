@@ -1,0 +1,74 @@
+"""Kill −9 each kind of process in turn: the run ends with its name, leaves nothing behind, and goes on where it was."""
+
+import json
+import re
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.e2e.runs import start, survivors, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SMALL = ("eval.every=0", "eval.size=16", "checkpoint.every=2", "train.steps=400", "train.batch=4", "algorithm.group_size=4")
+
+
+def lines(folder, kind):
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return [line for line in found if line["kind"] == kind]
+
+
+def checkpoints(folder):
+    return sorted(int(p.name[5:]) for p in (folder / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", p.name))
+
+
+def pid_of(folder, role):
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        words = process.info["cmdline"] or []
+        if f"megatron_agentrl.app.{role}" in words and str(folder) in words:
+            return process.info["pid"]
+    raise AssertionError(f"no {role} of {folder} is running")
+
+
+@pytest.fixture(scope="module")
+def words(trained, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "killed"
+    return folder, ("train", "recipe=quickstart", f"run_root={folder.parent}", f"run_name={folder.name}",
+                    f"model.path={trained.folder / 'export'}", "model.init=pretrained", "warm_start.steps=0", *SMALL)  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ["trainer", "engine", "gateway", "worker", "coordinator"])
+def test_a_killed_process_ends_the_run_by_name_and_a_restart_goes_on(words, role):
+    folder, command = words
+    resumed_from = checkpoints(folder)[-1] if folder.exists() and checkpoints(folder) else None
+    process = start(*command)
+    seen = 0 if resumed_from is None else resumed_from
+    # the restart cut what came after the checkpoint and goes on at checkpoint + 1
+    wait_for(lambda: process.poll() is not None or [x for x in lines(folder, "train") if x["step"] >= seen + 3], 180, "three steps")
+    assert process.poll() is None, process.communicate()[1][-3000:]
+    if resumed_from is not None:
+        steps = [x["step"] for x in lines(folder, "train")]
+        assert steps == list(range(1, steps[-1] + 1)), "a step is missing or was counted twice"
+    killed = time.monotonic()
+    psutil.Process(pid_of(folder, role)).send_signal(signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - killed <= 30
+    assert process.returncode == 1
+    assert role in stderr and "SIGKILL" in stderr
+    wait_for(lambda: not survivors(folder), 5, f"nothing left running: {survivors(folder)}")
+
+
+def test_ctrl_c_stops_cleanly(words):
+    folder, command = words
+    before = checkpoints(folder)[-1]
+    process = start(*command)
+    wait_for(lambda: [x for x in lines(folder, "train") if x["step"] > before], 180, "a step after the restart")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert survivors(folder) == []

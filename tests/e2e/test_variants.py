@@ -1,0 +1,51 @@
+"""The same loop at other settings: expert parallelism, no staleness, prompts of one's own, reasoning-gym."""
+
+import json
+
+import pytest
+
+from tests.e2e.runs import ROOT, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def from_export(trained):
+    """Overrides that start from the trained model: no warm start to wait for."""
+    return (f"model.path={trained.folder / 'export'}", "model.init=pretrained", "warm_start.steps=0", "eval.every=0", "eval.size=32")
+
+
+def test_ep2_over_dp2_trains_and_every_update_is_proven(from_export, tmp_path):
+    done = run(tmp_path / "ep2", "train", *from_export, "topology.world=2", "topology.ep=2", "train.steps=8")
+    assert done.code == 0, done.stderr[-3000:]
+    publishes = done.metrics("publish")
+    assert [p["version"] for p in publishes] == list(range(9))
+    assert max(p["gap"] for p in publishes) <= 1e-4
+    assert done.summary["staleness_max"] == 1
+
+
+def test_eta_zero_trains_on_policy_throughout(from_export, tmp_path):
+    done = run(tmp_path / "eta0", "train", *from_export, "staleness.eta=0", "train.steps=5")
+    assert done.code == 0, done.stderr[-3000:]
+    assert [step["staleness_max"] for step in done.metrics("train")] == [0] * 5
+    assert done.summary["staleness_max"] == 0
+
+
+def test_prompts_of_ones_own(from_export, tmp_path):
+    mine, held_out = tmp_path / "mine.jsonl", tmp_path / "held_out.jsonl"
+    mine.write_text("".join(json.dumps({"prompt": f"{a}+{b}=?", "answer": str(a + b), "source": "mine"}) + "\n" for a in range(10, 30) for b in (11, 23)))
+    held_out.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"{a}+44=?"}], "answer": str(a + 44)}) + "\n" for a in range(10, 30)))
+    done = run(tmp_path / "own", "train", *from_export, f"data.prompts={mine}", f"data.eval={held_out}", "train.steps=3", "eval.size=20")
+    assert done.code == 0, done.stderr[-3000:]
+    assert done.summary["steps"] == 3
+    assert done.summary["success_before"] > 0.5  # it has learned addition
+
+
+def test_reasoning_gym_is_a_prompt_source(from_export, tmp_path):
+    done = run(
+        tmp_path / "gym", "train", *from_export, "data.source=reasoning_gym", "data.task=chain_sum", "data.size=64",
+        "data.eval_size=16", "eval.size=16", "model.max_length=256", "train.steps=3", "train.batch=4",
+    )  # fmt: skip
+    assert done.code == 0, done.stderr[-3000:]
+    assert done.summary["steps"] == 3
+    assert ROOT.exists()

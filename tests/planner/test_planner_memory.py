@@ -1,0 +1,111 @@
+"""Parameter counts against published totals, and the order of magnitude of what a run needs."""
+
+from megatron_agentrl.planner.memory import GIB, available_bytes, count_parameters, estimate
+from megatron_agentrl.recipe.schema import Dtype, Recipe
+
+QUICKSTART = {
+    "model_type": "nemotron_h",
+    "vocab_size": 272,
+    "hidden_size": 128,
+    "hybrid_override_pattern": "M*EM*E",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "conv_kernel": 4,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 128,
+}
+NANO = {
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "n_routed_experts": 128,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+}
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+}
+
+
+def test_the_quickstart_model_has_734_thousand_parameters():
+    assert count_parameters(QUICKSTART).total == 734_400
+
+
+def test_nano_has_31_58_billion_parameters_93_percent_of_them_in_experts():
+    count = count_parameters(NANO)
+    assert count.total == 31_577_940_288
+    assert round(count.experts / count.total, 3) == 0.930
+
+
+def test_qwen3_30b_a3b_has_30_53_billion_parameters():
+    assert count_parameters(QWEN3_30B).total == 30_532_122_624
+
+
+def test_layer_names_count_as_pattern_letters_do():
+    named = {**QUICKSTART, "layers_block_type": ["mamba", "attention", "moe"] * 2}
+    del named["hybrid_override_pattern"]
+    assert count_parameters(named) == count_parameters(QUICKSTART)
+
+
+def test_tied_tables_count_once():
+    assert count_parameters({**QUICKSTART, "tie_word_embeddings": True}).embedding == 272 * 128
+
+
+def test_memory_grows_with_what_a_run_holds():
+    recipe = Recipe()
+    plain = estimate(recipe, QUICKSTART, gpu=False)
+    assert 3 * GIB < plain.total < 8 * GIB
+    recipe.rollout.kv_cache_gib = 3.0
+    assert estimate(recipe, QUICKSTART, gpu=False).total == plain.total + 2 * GIB
+    recipe.topology.world = 2
+    assert estimate(recipe, QUICKSTART, gpu=False).trainers == 2
+    assert estimate(recipe, QUICKSTART, gpu=False, mode="eval").trainers == 0
+
+
+def test_nano_in_fp32_needs_16_bytes_a_parameter_on_a_trainer_and_expert_parallelism_lowers_it():
+    recipe = Recipe()
+    one = estimate(recipe, NANO, gpu=False).trainer
+    assert 16 * 31.577e9 < one < 16 * 31.578e9 + 45 * GIB
+    recipe.topology.world = recipe.topology.ep = 4
+    assert round(one - estimate(recipe, NANO, gpu=False).trainer) == 12 * 29_374_808_064
+
+
+def test_bf16_halves_an_engines_two_copies_of_the_weights():
+    recipe = Recipe()
+    recipe.rollout.dtype = Dtype.bf16
+    fp32 = Recipe()
+    halved = estimate(fp32, NANO, gpu=False).engine - estimate(recipe, NANO, gpu=False).engine
+    assert round(halved) == 2 * 2 * 31_577_940_288
+
+
+def test_on_gpus_only_the_processes_themselves_count():
+    assert estimate(Recipe(), NANO, gpu=True).total < 8 * GIB
+
+
+def test_this_machine_has_memory_to_offer():
+    free, limit = available_bytes()
+    assert 0 < free < 2**50
+    assert limit
