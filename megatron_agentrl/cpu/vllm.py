@@ -107,6 +107,9 @@ def _add_ungated_experts() -> None:
                 return False, "only unquantized weights"
             if moe_config.moe_parallel_config.use_ep:
                 return False, "no expert parallelism on a CPU"
+            for size in (moe_config.hidden_dim, moe_config.intermediate_size_per_partition):
+                if size * moe_config.in_dtype.itemsize % 16:
+                    return False, f"grouped products need rows of a multiple of 16 bytes, found {size} elements"
             return True, None
 
         @staticmethod
