@@ -54,6 +54,14 @@ def test_moments_and_step_are_restored_for_each_parameter_on_its_own(rank, saved
     assert {float(state["step"]) for state in states} == {4.0}
 
 
+def test_a_resumed_run_saves_a_checkpoint_of_its_own(rank, saved, tmp_path):
+    chunks, opt = toy.build("nemotron", rank, toy.ADAM)
+    checkpoint.load(saved[0] / "step_3", chunks, opt)
+    steps(chunks, opt, 4, 6)
+    folder = checkpoint.save(tmp_path, chunks, opt, 5, {})
+    assert checkpoint.check(folder)["optimizer_step"] == 5
+
+
 def test_a_load_over_a_trained_optimizer_equals_a_load_into_a_fresh_one(rank, saved):
     chunks, opt = toy.build("nemotron", rank, toy.ADAM)
     steps(chunks, opt, 1, 3)
