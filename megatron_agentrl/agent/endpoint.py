@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,7 +46,7 @@ class AiohttpTransport(httpx2.AsyncBaseTransport):
                     content=content,
                     request=request,
                 )
-        except (asyncio.TimeoutError, aiohttp.ServerTimeoutError) as error:
+        except (TimeoutError, aiohttp.ServerTimeoutError) as error:
             raise httpx2.ReadTimeout(f"{request.url}: no reply within {timeouts.get('read')} s", request=request) from error
         except aiohttp.ClientConnectorError as error:
             raise httpx2.ConnectError(str(error), request=request) from error
@@ -102,7 +101,7 @@ class PolicyClient(AsyncOpenAI):
         return PolicyChat(self)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Endpoint:
     """One run's endpoint; see `megatron_agentrl.agent.types.ChatEndpoint`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from megatron_agentrl.agent.types import Task
@@ -35,7 +35,7 @@ def score(task: Task, content: str | None) -> float:
     return exact_match(content, task.answer.strip())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _reasoning_gym_scorer(name: str) -> Callable[..., Any]:
     # Imported on use: the package draws in a hundred task modules, which only such runs need.
     from reasoning_gym import get_score_answer_fn

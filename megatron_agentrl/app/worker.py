@@ -56,14 +56,13 @@ def main(argv: list[str] | None = None) -> int:
         log.error("%s", error)
         return 2
     worker = Worker(settings(recipe, Endpoints.read(arguments.run), arguments.index), agent)
-    lost: list[BaseException] = []
+    code = 0
     try:
         asyncio.run(work(worker))
-    except* (PeerLost, PeerRefused) as group:
-        lost.extend(group.exceptions)
-    for error in lost:
-        log.error("%s", error)
-    return 1 if lost else 0
+    except* (PeerLost, PeerRefused) as lost:
+        code = 1
+        log.error("%s", "; ".join(map(str, lost.exceptions)))
+    return code
 
 
 if __name__ == "__main__":

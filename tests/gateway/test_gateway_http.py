@@ -52,7 +52,7 @@ def test_the_calculator_agent_runs_through_the_whole_gateway(tmp_path, make):
         endpoint = Endpoint(opened["openai_base_url"], opened["api_key"], 4, shared_client(client.http, 10.0))
         if make == "library client":
             plain = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
-            object.__setattr__(endpoint, "openai", lambda: plain)
+            endpoint.openai = lambda: plain
         result = await CalculatorAgent().run(Task("task", [user("63+43*9=?")], "954"), endpoint)
         status, body = await client.finish(opened, reward=result.reward, metrics=result.metrics)
         assert status == 200

@@ -187,7 +187,7 @@ def test_done_tokens_count_once_for_both_bounds(tmp_path):
 
 
 def test_a_tool_result_that_fits_after_the_last_budgeted_token_stays_in_the_row(tmp_path):
-    template = f"{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     s = session(letters(tmp_path, [1, 3], [3], template), max_tokens=100, max_response_tokens=3)
     _, message = ask(s, [user(c(1, 10))], EngineSays([31, 32, 33]))
     pending = s.plan({"messages": [user(c(1, 10)), message, {"role": "tool", "tool_call_id": "x", "content": c(41, 42)}]})
