@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 
 import msgspec
 import openai
@@ -49,7 +50,7 @@ def test_the_calculator_agent_runs_through_the_whole_gateway(tmp_path, make):
 
     async def scenario(client):
         opened = await client.open(sample=5)
-        endpoint = Endpoint(opened["openai_base_url"], opened["api_key"], 4, shared_client(client.http, 10.0))
+        endpoint = Endpoint(opened["openai_base_url"], opened["api_key"], 4, client.http, shared_client(client.http, 10.0))
         if make == "library client":
             plain = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
             endpoint.openai = lambda: plain
@@ -139,7 +140,7 @@ def test_an_engine_failure_is_502_and_the_clients_own_retry_gets_the_same_contex
         opened = await client.open()
         status, body = await client.chat(opened, QUESTION)
         assert (status, body["error"]["type"]) == (502, "engine_error")
-        endpoint = Endpoint(opened["openai_base_url"], opened["api_key"], 4, shared_client(client.http, 10.0))
+        endpoint = Endpoint(opened["openai_base_url"], opened["api_key"], 4, client.http, shared_client(client.http, 10.0))
         reply = await endpoint.openai().chat.completions.create(**QUESTION)
         assert reply.choices[0].message.content == "954"
         return (await client.finish(opened))[1]
@@ -393,7 +394,7 @@ def test_the_pooled_client_sends_what_the_library_sends(tmp_path):
         client.gateway.registry.for_agent(opened["rollout_id"], opened["api_key"]).session.plan = watch
         http = shared_client(client.http, 10.0)
         message = None
-        for make in (openai.AsyncOpenAI, PolicyClient):
+        for make in (openai.AsyncOpenAI, partial(PolicyClient, client.http)):
             policy = make(base_url=opened["openai_base_url"], api_key=opened["api_key"], http_client=http)
             reply = await policy.chat.completions.create(**QUESTION, max_tokens=9, extra_body={"user": "u"}, temperature=openai.omit)
             message = reply.choices[0].message
