@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 from megatron_agentrl.agent.types import Agent
 
@@ -33,7 +34,7 @@ def load_agent(name: str) -> Agent:
         raise AgentLoadError(
             f"agent.cls {name!r}: no module {error.name!r}; it must be installed or lie under {here}"
         ) from error
-    made = getattr(module, class_name, None)
+    made: Any = getattr(module, class_name, None)
     if made is None:
         classes = [key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
         raise AgentLoadError(f"agent.cls {name!r}: {module_name} has no {class_name}; it defines {', '.join(classes) or 'no class'}")
@@ -42,6 +43,6 @@ def load_agent(name: str) -> Agent:
     if not inspect.iscoroutinefunction(getattr(made, "run", None)):
         raise AgentLoadError(f"agent.cls {name!r}: {class_name} needs `async def run(self, task, chat) -> Result`")
     try:
-        return made()
+        return cast(Agent, made())
     except TypeError as error:
         raise AgentLoadError(f"agent.cls {name!r}: {class_name}() failed: {error}; it is built without arguments") from error

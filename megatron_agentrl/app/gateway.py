@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,10 @@ async def serve(run_dir: Path, index: int) -> None:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=2,
     )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn hands the signal on to the handler it found, once it has shut down; the default one would end the
+        # process before the spool is closed.
+        signal.signal(number, lambda *_: None)
     log.info("policy %s, listening on %s", recipe.model.path, endpoints.gateway)
     await uvicorn.Server(config).serve()
     await pool.close()

@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--index", type=int, default=0, help="index of the process in its role")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line per request otherwise
     recipe = load_resolved(arguments.run / "recipe.yaml")
     try:
         agent = load_agent(recipe.agent.cls)
@@ -56,14 +57,13 @@ def main(argv: list[str] | None = None) -> int:
         log.error("%s", error)
         return 2
     worker = Worker(settings(recipe, Endpoints.read(arguments.run), arguments.index), agent)
-    lost: list[BaseException] = []
+    code = 0
     try:
         asyncio.run(work(worker))
-    except* (PeerLost, PeerRefused) as group:
-        lost.extend(group.exceptions)
-    for error in lost:
-        log.error("%s", error)
-    return 1 if lost else 0
+    except* (PeerLost, PeerRefused) as lost:
+        code = 1
+        log.error("%s", "; ".join(map(str, lost.exceptions)))
+    return code
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ class ResponseTemplate:
         values = dict(self._defaults)
         coerce = _Coercion(tools)
         position, cut = 0, set()
-        current, captures, start = self._rest, {}, 0
+        current, start = self._rest, 0
+        captures: dict[str, str] = {}
         while True:
             found = self._next(text, position, current)
             stop = found[1].start() if found else len(text)
@@ -199,11 +200,12 @@ def _json(body: str, args: dict[str, Any]) -> Any:
     """JSON, with the dialects models write: bare keys, and strings between marks of their own."""
     strings: list[str] = []
     text = body
-    for opening, closing in args.get("string_delims", []):
-        if "\1" in text or "\2" in text:
-            raise ValueError("control characters in text whose strings have marks of their own")
+    delimiters = args.get("string_delims", [])
+    if delimiters and ("\1" in body or "\2" in body):
+        raise ValueError("control characters in text whose strings have marks of their own")
+    for opening, closing in delimiters:
         pattern = re.escape(opening) + "(.*?)" + re.escape(closing)
-        text = re.sub(pattern, lambda m: f"\1{strings.append(m[1]) or len(strings) - 1}\2", text, flags=re.DOTALL)
+        text = re.sub(pattern, lambda found: _set_aside(found[1], strings), text, flags=re.DOTALL)
     if args.get("unquoted_keys"):
         text = re.sub(r"(?<=[{,])(\w+):", r'"\1":', text)
     if strings:
@@ -214,6 +216,12 @@ def _json(body: str, args: dict[str, Any]) -> Any:
         if args.get("allow_non_json"):
             return _text(text, args)
         raise ValueError(f"not JSON: {error}") from error
+
+
+def _set_aside(string: str, strings: list[str]) -> str:
+    """Keeps the string and gives the mark that stands for it."""
+    strings.append(string)
+    return f"\1{len(strings) - 1}\2"
 
 
 def _nested(text: str, args: dict[str, Any]) -> Any:
@@ -272,9 +280,10 @@ class _Coercion:
             return [self(item) for item in value]
         function = value.get("function") if isinstance(value, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
-        if not isinstance(arguments, dict):
+        if not isinstance(function, dict) or not isinstance(arguments, dict):
             return value
-        properties = self._properties.get(function["name"], {}) if isinstance(function.get("name"), str) else {}
+        name = function.get("name")
+        properties = self._properties.get(name, {}) if isinstance(name, str) else {}
         for key, argument in arguments.items():
             types = _types(properties.get(key))
             if isinstance(argument, str):

@@ -147,13 +147,11 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         tree = super()._parse(source, name, filename)
-        for kind in (jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock):
-            for node in tree.find_all(kind):
-                check = jinja2.nodes.Filter(jinja2.nodes.Const(""), _TICK, [], [], None, None)
-                tick = jinja2.nodes.ExprStmt(check)
-                for added in (tick, check, check.node):
-                    added.set_environment(self)
-                node.body.insert(0, tick.set_lineno(node.lineno, override=True))
+        loops: Any = (jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)
+        for node in tree.find_all(loops):
+            check = jinja2.nodes.Filter(jinja2.nodes.Const(""), _TICK, [], [], None, None)
+            tick = jinja2.nodes.ExprStmt(check, lineno=node.lineno)
+            node.body.insert(0, tick.set_environment(self))
         return tree
 
     def getattr(self, obj: Any, attribute: str) -> Any:

@@ -315,7 +315,7 @@ class Session:
 
 
 def _check_reply(reply: EngineReply, max_tokens: int) -> None:
-    columns = {"ids": reply.ids, "logprobs": reply.logprobs, "versions": reply.versions}
+    columns: dict[str, list[Any]] = {"ids": reply.ids, "logprobs": reply.logprobs, "versions": reply.versions}
     for name, column in columns.items():
         if not column:
             raise EngineReplyError(f"engine {reply.engine}: the reply has no {name}; ids are never re-encoded from text")
@@ -353,7 +353,7 @@ def _checked(index: int, message: Any) -> dict[str, Any]:
         parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
         if not all(isinstance(part, str) for part in parts):
             raise RequestRefused(f"messages[{index}].content: only text parts are supported")
-        message = {**message, "content": "\n".join(parts)}
+        message = {**message, "content": "\n".join(map(str, parts))}
     elif content is not None and not isinstance(content, str):
         raise RequestRefused(f"messages[{index}].content: expected text")
     calls = message.get("tool_calls")

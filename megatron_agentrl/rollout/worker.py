@@ -153,7 +153,7 @@ class Worker:
             {"task_id": group.task_id, "sample": sample, "kind": group.kind, "sampling": sampling},
             _opened,
         )
-        endpoint = Endpoint(opened.openai_base_url, opened.api_key, settings.max_turns, self._http)
+        endpoint = Endpoint(opened.openai_base_url, opened.api_key, settings.max_turns, self._session, self._http)
         outcome = await self._outcome(group.task, endpoint)
         receipt = await self._call(
             "gateway",

@@ -1,6 +1,5 @@
 """Codec and spool: what is written is what is read, and nothing else is."""
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -126,7 +125,7 @@ def test_files_roll_at_their_size_and_stay_readable(tmp_path):
     places = [writer.append(trajectory(str(number))) for number in range(12)]
     writer.close()
     assert len({place.file for place in places}) > 1
-    assert sorted(os.listdir(tmp_path / "spool")) == sorted({Path(place.file).name for place in places})
+    assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == sorted({Path(place.file).name for place in places})
     reader = SpoolReader(tmp_path)
     assert [reader.read(place).rollout_id for place in places] == [str(number) for number in range(12)]
 
