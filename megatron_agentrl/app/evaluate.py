@@ -18,6 +18,7 @@ import httpx
 from megatron_agentrl.launch.endpoints import Endpoints
 from megatron_agentrl.observe.events import EventLog
 from megatron_agentrl.recipe.load import load_resolved
+from megatron_agentrl.rollout.weights_client import VllmEngine
 
 RESULT_FILE = "eval.json"
 _VERSION = 0
@@ -55,7 +56,10 @@ def wait_healthy(http: httpx.Client, urls: list[str], deadline: float) -> None:
 
 
 def put_into_service(http: httpx.Client, endpoints: Endpoints, name: str, url: str) -> None:
-    """Gateway first, so that the coordinator hands out no work that no engine could serve."""
+    """Names the folder's weights, then the gateway, so that no work is handed out that no engine could serve."""
+    engine = VllmEngine(name, url, endpoints.token)
+    engine.name_version(_VERSION, time.monotonic() + 30.0)
+    engine.close()
     body = {"url": url, "state": "serving", "version": _VERSION}
     http.put(f"{endpoints.gateway}/engines/{name}", json=body).raise_for_status()
     report = {"version": _VERSION, "engine": name, "state": "proven", "gap": None, "seconds": 0.0}

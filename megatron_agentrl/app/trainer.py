@@ -42,7 +42,7 @@ def main() -> None:
 
         cpu_megatron.install()
     from megatron_agentrl.data.encoded import EncodedDemonstrations
-    from megatron_agentrl.rollout.client import VllmEngine
+    from megatron_agentrl.rollout.weights_client import VllmEngine
     from megatron_agentrl.trainer import checkpoint, loop, model, optimizer, topology
     from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
     from megatron_agentrl.trainer.random_init import write_random

@@ -1,4 +1,4 @@
-"""What a publish needs of an engine replica. `rollout/client.py` implements it for vLLM.
+"""What a publish needs of an engine replica. `rollout/weights_client.py` implements it for vLLM.
 
 Calls block; each takes a deadline in seconds of time.monotonic and raises EngineError, naming the engine and the
 phase, when the engine refuses, fails or is late. Versions are non-negative integers; None is the version `none`, the
@@ -8,12 +8,13 @@ name of weights that no request may be served with.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from megatron_agentrl.weights.manifest import Manifest
-from megatron_agentrl.weights.transport import Rendezvous
+if TYPE_CHECKING:  # both bring torch, which those who only need the errors do without
+    from megatron_agentrl.weights.manifest import Manifest
+    from megatron_agentrl.weights.transport import Rendezvous
 
 
 class EngineError(RuntimeError):

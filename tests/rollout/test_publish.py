@@ -13,7 +13,7 @@ import pytest
 import torch
 from scripted_engine import TOKEN, ScriptedEngine, mean, score
 
-from megatron_agentrl.rollout.client import VllmEngine
+from megatron_agentrl.rollout.weights_client import VllmEngine
 from megatron_agentrl.weights.manifest import Manifest, TensorInfo
 from megatron_agentrl.weights.publish import Canary, Publisher, largest_gap
 from megatron_agentrl.weights.stream import ManifestError

@@ -12,8 +12,9 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, Versions, nemotron_h_moe, qwen3_moe_tied
 
-from megatron_agentrl.rollout.client import EngineError, VllmClient, VllmEngine
+from megatron_agentrl.rollout.client import EngineError, VllmClient
 from megatron_agentrl.rollout.engine import EngineSpec, start
+from megatron_agentrl.rollout.weights_client import VllmEngine
 from megatron_agentrl.weights.manifest import Manifest, TensorInfo
 from megatron_agentrl.weights.publish import Canary, Publisher
 from megatron_agentrl.weights.transport import GlooTransport
