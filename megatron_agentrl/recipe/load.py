@@ -37,6 +37,9 @@ RESUMABLE = (
     "observe.",
 )
 
+#: Leaves that belong to one prompt source. An override of `data.source` drops those of the recipe file.
+SOURCE_LEAVES = ("data.prompts", "data.eval", "data.task")
+
 
 def load(overrides: Iterable[str], recipes_dir: str | Path) -> Recipe:
     """The recipe that `["recipe=NAME", "key=value", ...]` asks for.
@@ -54,6 +57,10 @@ def load(overrides: Iterable[str], recipes_dir: str | Path) -> Recipe:
     values: dict[str, Any] = {}
     for file, prefix in _files(path, recipes_dir):
         values.update(_read(file, prefix))
+    if "data.source" in pairs:
+        # Another source than the file's: what the file says of its own source goes with it.
+        for key in SOURCE_LEAVES:
+            values.pop(key, None)
     for key, text in pairs.items():
         values[key] = parse(_leaf(key), text)
     recipe = _build(values)

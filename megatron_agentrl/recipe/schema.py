@@ -129,7 +129,8 @@ class WarmStart:
 @dataclass
 class Data:
     source: Source = Source.jsonl
-    """Where prompts come from: `jsonl` files or a `reasoning_gym` task."""
+    """Where prompts come from: `jsonl` files or a `reasoning_gym` task. Given on the command line, it drops the recipe
+    file's own prompts, eval and task."""
     prompts: str | None = None
     """Training prompts (JSONL, optionally .gz): `prompt` or `messages`, `answer`, any other keys as metadata."""
     eval: str | None = None

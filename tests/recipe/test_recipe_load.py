@@ -321,3 +321,12 @@ def test_changes_are_listed_and_say_whether_a_run_may_go_on_with_them(recipes):
 def test_the_recipes_of_this_repository_load():
     for path in sorted((REPOSITORY / "recipes").glob("*.yaml")):
         assert load([f"recipe={path.stem}"], REPOSITORY / "recipes").run_name == path.stem
+
+
+def test_another_source_on_the_command_line_drops_the_files_own_prompts(tmp_path):
+    (tmp_path / "base.yaml").write_text("model: {path: m}\ndata: {prompts: a.jsonl, eval: b.jsonl}\n")
+    recipe = load(["recipe=base", "data.source=reasoning_gym", "data.task=chain_sum"], tmp_path)
+    assert (recipe.data.prompts, recipe.data.eval, recipe.data.task) == (None, None, "chain_sum")
+    assert load(["recipe=base"], tmp_path).data.prompts == "a.jsonl"
+    kept = load(["recipe=base", "data.source=reasoning_gym", "data.prompts=c.jsonl"], tmp_path)
+    assert kept.data.prompts == "c.jsonl"  # what the user gave is not dropped: `check` refuses it
