@@ -61,6 +61,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "algorithm.group_size": (1, None),
     "algorithm.clip_low": (0.0, 1.0),
     "algorithm.clip_high": (0.0, None),
+    "algorithm.importance_floor": (0.0, None),
     "algorithm.kl_coef": (0.0, None),
     "train.steps": (1, None),
     "train.batch": (1, None),
@@ -99,6 +100,7 @@ POSITIVE = (
     "weights.canary_tolerance",
     "weights.deadline",
     "algorithm.importance_cap",
+    "algorithm.dual_clip",
     "deadlines.batch",
     "deadlines.start",
     "deadlines.stop",
@@ -367,11 +369,21 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[str]:
             Advantage.mean: "mean subtracts the group's mean, so every advantage would be 0",
         }[algorithm.advantage]
         yield f"algorithm.group_size=1: {needs}; set algorithm.group_size=2 or more"
-    if algorithm.proximal is Proximal.behaviour and algorithm.importance_cap != type(algorithm)().importance_cap:
+    if algorithm.proximal is Proximal.behaviour:
+        default = type(algorithm)()
+        for name in ("importance_cap", "importance_floor", "correction"):
+            if (value := getattr(algorithm, name)) != getattr(default, name):
+                yield (
+                    f"algorithm.{name}={getattr(value, 'value', value)}: has no effect with algorithm.proximal=behaviour; "
+                    "leave it out or set algorithm.proximal=recomputed"
+                )
+    if algorithm.importance_floor > algorithm.importance_cap:
         yield (
-            f"algorithm.importance_cap={algorithm.importance_cap}: has no effect with algorithm.proximal=behaviour; "
-            "leave it out or set algorithm.proximal=recomputed"
+            f"algorithm.importance_floor={algorithm.importance_floor}: above algorithm.importance_cap = "
+            f"{algorithm.importance_cap}; lower it"
         )
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
+        yield f"algorithm.dual_clip={algorithm.dual_clip}: expected a number above 1, or null"
 
 
 def _length_problems(recipe: Recipe) -> Iterator[str]:

@@ -99,7 +99,12 @@ def test_numbers_out_of_range(folder, override, expected):
         (["data.prompts=model"], "is a folder, expected a JSONL file"),
         (["data.task=chain_sum"], "has no effect with data.source=jsonl"),
         (["data.source=reasoning_gym", "data.prompts=null"], "needs a task"),
-        (["data.source=reasoning_gym", "data.task=chain_sum"], "data.prompts=train.jsonl: has no effect"),
+        (
+            ["data.source=reasoning_gym", "data.task=chain_sum", "data.prompts=train.jsonl"],
+            "data.prompts=train.jsonl: has no effect",
+        ),
+        (["algorithm.correction=mask"], "algorithm.correction=mask: has no effect with algorithm.proximal=behaviour"),
+        (["algorithm.dual_clip=1"], "expected a number above 1, or null"),
         (["rollout.engine=vlm"], "did you mean vllm?"),
         (["rollout.engine=vllm"], "found no GPU"),
         (["rollout.tp=2"], "found no GPU, an engine on a CPU is one process"),
