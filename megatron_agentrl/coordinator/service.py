@@ -21,7 +21,7 @@ from megatron_agentrl.coordinator.ledger import Ledger
 from megatron_agentrl.coordinator.rows import STALE, TOO_FEW, Failure, Group, Kind, Sample
 from megatron_agentrl.coordinator.versions import VersionState
 from megatron_agentrl.data.prompts import Prompt, PromptSets
-from megatron_agentrl.recipe.schema import Recipe
+from megatron_agentrl.recipe.schema import Order, Recipe
 from megatron_agentrl.trajectory.types import STATUSES, Receipt
 
 #: Statuses of a receipt that may carry a reward.
@@ -291,7 +291,7 @@ class Coordinator:
                 return self.batch(step)
         if self.failure:
             return BatchReply("failed", message=self.failure)
-        ready = len(self.ledger.complete_groups())
+        ready = len(self._ready())
         if self.ledger.drained and not self.ledger.running:
             if ready and self.recipe.data.train_remainder and self._plan(step, ready):
                 return self.batch(step)
@@ -305,8 +305,7 @@ class Coordinator:
 
     def _plan(self, step: int, size: int) -> bool:
         eta = self.recipe.staleness.eta
-        groups = self.ledger.complete_groups()
-        candidates = [Candidate(group.order, group.task_id, group.receipts) for group in groups]
+        candidates = [Candidate(group.order, group.task_id, group.receipts) for group in self._ready()]
         selection = select(candidates, step, eta, size)
         for task_id in selection.stale:
             self.ledger.finish(self.ledger.live[task_id], "dropped", STALE)
@@ -317,6 +316,15 @@ class Coordinator:
         self.ledger.store_plan(step, msgspec.json.encode(plan), [chosen.task_id for chosen in selection.chosen])
         self.record("plan", step=step, tokens=plan.tokens, padding=plan.padding, skipped=plan.skipped, **plan.stats)
         return True
+
+    def _ready(self) -> list[Group]:
+        """Complete groups that the next batch may take: with `order=admission` only those before every open one."""
+        complete = self.ledger.complete_groups()
+        if self.recipe.staleness.order is Order.completion:
+            return complete
+        open_orders = [g.order for g in self.ledger.live.values() if g.kind == "train" and g.state == "in_flight"]
+        first_open = min(open_orders, default=None)
+        return [group for group in complete if first_open is None or group.order < first_open]
 
     def trained(self, step: int, metrics: dict[str, Any]) -> None:
         """Marks the plan of `step` trained."""

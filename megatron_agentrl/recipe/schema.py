@@ -201,10 +201,18 @@ class Rollout:
     """Seconds one generation request may take."""
 
 
+class Order(str, Enum):
+    admission = "admission"
+    completion = "completion"
+
+
 @dataclass
 class Staleness:
     eta: int = 1
     """Largest allowed staleness: version a step starts from minus the version that sampled the token. 0 is synchronous."""
+    order: Order = Order.admission
+    """Which groups a batch takes: the oldest asked (`admission`: its composition does not depend on how long answers
+    take) or the first finished (`completion`: no wait for stragglers, but short answers train first)."""
 
 
 @dataclass

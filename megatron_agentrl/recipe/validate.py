@@ -167,7 +167,7 @@ def _range_problems(recipe: Recipe) -> Iterator[str]:
         elif largest is not None and value > largest:
             yield f"{key}={value}: expected at most {largest}"
     for key in POSITIVE:
-        if not get(recipe, key) > 0:
+        if (value := get(recipe, key)) is not None and not value > 0:
             yield f"{key}={get(recipe, key)}: expected more than 0"
 
 

@@ -18,6 +18,7 @@ from megatron_agentrl.coordinator.ledger import Ledger
 from megatron_agentrl.coordinator.rows import LedgerError
 from megatron_agentrl.coordinator.service import Coordinator
 from megatron_agentrl.data.stream import Stream
+from megatron_agentrl.recipe.schema import Order
 from megatron_agentrl.trajectory.types import Where
 
 
@@ -68,7 +69,9 @@ def test_the_remainder_trains_as_a_smaller_batch_where_the_recipe_says_so(tmp_pa
 
 
 def test_a_stale_group_is_asked_again_and_no_later_one_trains_twice(tmp_path):
-    coordinator = start(tmp_path, recipe(batch=1, group_size=1, eta=1, epochs=1), prompts(6))
+    run = recipe(batch=1, group_size=1, eta=1, epochs=1)
+    run.staleness.order = Order.completion  # the order in which a slow group can fall behind
+    coordinator = start(tmp_path, run, prompts(6))
     coordinator.version("engine-0", 0, "proven")
     trained: list[list[int]] = []
     slow = None
@@ -93,6 +96,21 @@ def test_a_stale_group_is_asked_again_and_no_later_one_trains_twice(tmp_path):
     assert counts.dropped == 1
     assert coordinator.ledger.counters["dropped_stale"] == 1
     assert coordinator.ledger.balance() == (7, 6, 1, 0, 0, 0, 0, 0)
+
+
+def test_in_admission_order_a_batch_waits_for_its_slow_group_and_later_ones_do_not_pass_it(tmp_path):
+    coordinator = start(tmp_path, recipe(batch=2, group_size=1, eta=1), prompts(8))
+    coordinator.version("engine-0", 0, "proven")
+    for work in coordinator.work("worker-0", 100):
+        if work.task_id != "t000001":
+            coordinator.receipts([receipt(work.task_id, 0)])
+    reply = coordinator.batch(0)
+    assert reply.status == "waiting"
+    assert reply.late.startswith("waiting for 1 of 2 groups: oldest t000001 asked ")
+    coordinator.receipts([receipt("t000001", 0)])
+    assert train(coordinator, 0) == [0, 1]
+    coordinator.version("engine-0", 1, "proven")
+    assert train(coordinator, 1) == [2, 3]
 
 
 def test_what_was_in_flight_at_a_kill_is_asked_again_under_its_task_id(tmp_path):
