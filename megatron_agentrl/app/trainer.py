@@ -86,6 +86,7 @@ def main() -> None:
         )
 
     if args.mode == "export":
+        assert newest.path is not None  # judged above
         checkpoint.load_weights(newest.path, t.models)
     elif resume_at is None and recipe.warm_start.steps:
         assert recipe.warm_start.data is not None

@@ -341,8 +341,13 @@ def evaluate(t: Trainer, tag: str, version: int) -> None:
 
 def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
     with t.events.span("checkpoint", version=version):
-        ledger = None if t.coordinator is None else lambda folder: t.coordinator.checkpoint(version, str(folder))
-        checkpoint.save(t.checkpoints, t.models, optimizer, version, {"version": version}, before_complete=ledger)
+        coordinator = t.coordinator
+
+        def snapshot(folder: Path) -> None:
+            if coordinator is not None:
+                coordinator.checkpoint(version, str(folder))
+
+        checkpoint.save(t.checkpoints, t.models, optimizer, version, {"version": version}, before_complete=snapshot)
         if t.first:
             checkpoint.prune(t.checkpoints, t.recipe.checkpoint.keep)
 

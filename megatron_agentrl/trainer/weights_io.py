@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,27 +33,13 @@ from megatron_agentrl.layout.megatron import (
 )
 from megatron_agentrl.trainer.hf_folder import INDEX, SINGLE, Checkpoint, WeightsError, write_folder
 
+if TYPE_CHECKING:  # it brings megatron-core, which files and layouts do without
+    from megatron_agentrl.trainer.topology import Rank
+
 log = logging.getLogger(__name__)
 
 
-class RankLike(Protocol):
-    """What is needed of `trainer.topology.Rank`."""
-
-    rank: int
-    world: int
-    tp: int
-    tp_size: int
-    pp: int
-    pp_size: int
-    vpp_size: int
-    cp_size: int
-    ep: int
-    ep_size: int
-    etp: int
-    etp_size: int
-
-
-def grid_of(hf_config: Mapping[str, Any], rank: RankLike) -> Grid:
+def grid_of(hf_config: Mapping[str, Any], rank: Rank) -> Grid:
     """The whole topology that `rank` belongs to, with the model's layers dealt to its pipeline stages."""
     stages = split_layers(len(layer_pattern(hf_config)), rank.pp_size * rank.vpp_size)
     return Grid(
@@ -67,7 +53,7 @@ def grid_of(hf_config: Mapping[str, Any], rank: RankLike) -> Grid:
     )
 
 
-def coordinates_of(hf_config: Mapping[str, Any], rank: RankLike) -> Coordinates:
+def coordinates_of(hf_config: Mapping[str, Any], rank: Rank) -> Coordinates:
     """Where `rank` stands, as the layouts see it. Raises WeightsError where the rank's own coordinates are
     not the ones of megatron-core's default order (then no holder could be found)."""
     at = grid_of(hf_config, rank).coordinates(rank.rank)
@@ -133,7 +119,7 @@ def _some(problems: Sequence[str], limit: int = 10) -> str:
 
 
 @torch.no_grad()
-def load_hf(model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], folder: Path | str, rank: RankLike) -> None:
+def load_hf(model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], folder: Path | str, rank: Rank) -> None:
     """Fill every parameter and persistent buffer of this rank's model chunks from the folder's safetensors.
 
     Only the rows and columns that the rank holds are read. Padding becomes zero. Everything is checked before
@@ -199,7 +185,7 @@ def _check_checkpoint(checkpoint: Checkpoint, hf_config: Mapping[str, Any], igno
 def iterate_hf(
     model: Sequence[torch.nn.Module],
     hf_config: Mapping[str, Any],
-    rank: RankLike,
+    rank: Rank,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
