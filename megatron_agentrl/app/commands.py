@@ -12,6 +12,7 @@ from megatron_agentrl.recipe.errors import RecipeError
 from megatron_agentrl.recipe.schema import Recipe
 
 EXIT_OK = 0
+EXIT_FAILED = 1
 
 
 def run_dir_of(recipe: Recipe, mode: str) -> Path:
@@ -67,7 +68,12 @@ def evaluate(recipe: Recipe) -> int:
         if code != EXIT_OK:
             return code
         result = json.loads((run_dir / RESULT_FILE).read_text(encoding="utf-8"))
-    print(f"success {result['success']:.3f} on {result['size']} held-out prompts")
+    if result["failed"]:
+        print(f"{result['failed']} of {result['size']} prompts failed and are in no mean: {result['message']}")
+    if result["success"] is None:
+        print("no held-out prompt was answered; see the logs in the run folder", file=sys.stderr)
+        return EXIT_FAILED
+    print(f"success {result['success']:.3f} on {result['finished']} held-out prompts")
     for name, value in sorted(result["metrics"].items()):
         print(f"  {name} {value:.3f}")
     print(f"written to {run_dir / RESULT_FILE}")

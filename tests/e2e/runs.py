@@ -51,6 +51,8 @@ def run(folder: Path, verb: str, *overrides: str, timeout: float = 900) -> Finis
     finally:
         if process.poll() is None:
             process.kill()
+    if verb in ("eval", "sft"):
+        folder = folder.with_name(f"{folder.name}-{verb}")  # these two keep out of the run's own folder
     return Finished(folder, stdout, stderr, process.returncode)
 
 
