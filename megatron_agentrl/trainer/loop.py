@@ -237,6 +237,8 @@ def _rl_step(t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, ref
         "lr": result.lr,
         "tokens_trained": plan["tokens"],
         **plan["stats"],
+        "staleness_max": int(plan["stats"]["staleness_max"]),
+        "tokens_sampled": int(plan["stats"]["tokens_sampled"]),
         **_per_token(result.metrics),
     }
 

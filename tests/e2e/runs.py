@@ -1,5 +1,6 @@
 """Whole runs through the command line, with every part real: helpers of the end-to-end tests."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -56,13 +57,18 @@ def run(folder: Path, verb: str, *overrides: str, timeout: float = 900) -> Finis
     return Finished(folder, stdout, stderr, process.returncode)
 
 
-def survivors(folder: Path) -> list[str]:
-    """Command lines of processes that still work for the run in `folder`."""
+def tree(process: subprocess.Popen) -> list[psutil.Process]:
+    """Every process below a started command, grandchildren included."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def survivors(processes: list[psutil.Process]) -> list[str]:
+    """Which of them still run, by command line."""
     found = []
-    for process in psutil.process_iter(["pid", "cmdline", "status"]):
-        words = process.info["cmdline"] or []
-        if process.info["status"] != psutil.STATUS_ZOMBIE and any(str(folder) in word for word in words):
-            found.append(f"{process.info['pid']}: {' '.join(words)[:200]}")
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid}: {' '.join(process.cmdline())[:200]}")
     return found
 
 

@@ -5,10 +5,9 @@ import re
 import signal
 import time
 
-import psutil
 import pytest
 
-from tests.e2e.runs import start, survivors, wait_for
+from tests.e2e.runs import start, survivors, tree, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -27,12 +26,11 @@ def checkpoints(folder):
     return sorted(int(p.name[5:]) for p in (folder / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", p.name))
 
 
-def pid_of(folder, role):
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        words = process.info["cmdline"] or []
-        if f"megatron_agentrl.app.{role}" in words and str(folder) in words:
-            return process.info["pid"]
-    raise AssertionError(f"no {role} of {folder} is running")
+def part(processes, role):
+    """The process of a role among those of a run."""
+    found = [p for p in processes if f"megatron_agentrl.app.{role}" in p.cmdline()]
+    assert len(found) == 1, f"{role}: {len(found)} processes"
+    return found[0]
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +52,14 @@ def test_a_killed_process_ends_the_run_by_name_and_a_restart_goes_on(words, role
     if resumed_from is not None:
         steps = [x["step"] for x in lines(folder, "train")]
         assert steps == list(range(1, steps[-1] + 1)), "a step is missing or was counted twice"
+    processes = tree(process)
     killed = time.monotonic()
-    psutil.Process(pid_of(folder, role)).send_signal(signal.SIGKILL)
+    part(processes, role).send_signal(signal.SIGKILL)
     _, stderr = process.communicate(timeout=60)
     assert time.monotonic() - killed <= 30
     assert process.returncode == 1
     assert role in stderr and "SIGKILL" in stderr
-    wait_for(lambda: not survivors(folder), 5, f"nothing left running: {survivors(folder)}")
+    wait_for(lambda: not survivors(processes), 5, f"nothing left running: {survivors(processes)}")
 
 
 def test_ctrl_c_stops_cleanly(words):
@@ -68,7 +67,8 @@ def test_ctrl_c_stops_cleanly(words):
     before = checkpoints(folder)[-1]
     process = start(*command)
     wait_for(lambda: [x for x in lines(folder, "train") if x["step"] > before], 180, "a step after the restart")
+    processes = tree(process)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == 130
-    assert survivors(folder) == []
+    assert survivors(processes) == []

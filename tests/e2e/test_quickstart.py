@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 def test_it_learns_to_answer_through_the_tool(trained):
     summary = trained.summary
     assert summary["success_before"] <= 0.40
-    assert summary["success_after"] >= 0.85
+    assert summary["success_after"] >= 0.80
     assert abs(summary["success_after"] - summary["success_through_tool_after"]) <= 0.01
     assert summary["steps"] >= 40
 
