@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_agentrl.recipe.errors import RecipeError
 
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 
 COMMANDS = {
     "train": "warm start, asynchronous reinforcement, export; goes on from the newest checkpoint of the run",
@@ -47,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except KeyboardInterrupt:  # while nothing was started yet; afterwards the supervisor takes the signals
+        print("interrupted before anything was started", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
         sys.stderr.close()
         return 1

@@ -44,14 +44,19 @@ def words(trained, tmp_path_factory):
 def test_a_killed_process_ends_the_run_by_name_and_a_restart_goes_on(words, role):
     folder, command = words
     resumed_from = checkpoints(folder)[-1] if folder.exists() and checkpoints(folder) else None
+    began = time.time()
     process = start(*command)
-    seen = 0 if resumed_from is None else resumed_from
-    # the restart cut what came after the checkpoint and goes on at checkpoint + 1
-    wait_for(lambda: process.poll() is not None or [x for x in lines(folder, "train") if x["step"] >= seen + 3], 180, "three steps")
+    wait_for(
+        lambda: process.poll() is not None or len([x for x in lines(folder, "train") if x["time"] > began]) >= 3,
+        180,
+        "three steps of this start",
+    )
     assert process.poll() is None, process.communicate()[1][-3000:]
-    if resumed_from is not None:
-        steps = [x["step"] for x in lines(folder, "train")]
-        assert steps == list(range(1, steps[-1] + 1)), "a step is missing or was counted twice"
+    trained = lines(folder, "train")
+    steps = [x["step"] for x in trained]
+    assert steps == list(range(1, steps[-1] + 1)), "a step is missing or was counted twice"
+    # the restart cut what came after its checkpoint and went on at checkpoint + 1
+    assert [x["step"] for x in trained if x["time"] > began][0] == (resumed_from or 0) + 1
     processes = tree(process)
     killed = time.monotonic()
     part(processes, role).send_signal(signal.SIGKILL)
@@ -64,9 +69,10 @@ def test_a_killed_process_ends_the_run_by_name_and_a_restart_goes_on(words, role
 
 def test_ctrl_c_stops_cleanly(words):
     folder, command = words
-    before = checkpoints(folder)[-1]
+    began = time.time()
     process = start(*command)
-    wait_for(lambda: [x for x in lines(folder, "train") if x["step"] > before], 180, "a step after the restart")
+    # lines of the earlier start lie in the file until the trainer has resumed
+    wait_for(lambda: [x for x in lines(folder, "train") if x["time"] > began], 180, "a step after the restart")
     processes = tree(process)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
