@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--index", type=int, required=True, help="rank")
     parser.add_argument("--mode", choices=["train", "sft", "export"], default="train")
     args = parser.parse_args()
+    args.run = args.run.resolve()  # paths in it are named to the coordinator, which takes relative ones as inside the run
     recipe = load_resolved(args.run / "recipe.yaml")
     endpoints = Endpoints.read(args.run)
 

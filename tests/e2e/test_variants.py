@@ -1,10 +1,12 @@
 """The same loop at other settings: expert parallelism, no staleness, prompts of one's own, reasoning-gym."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import run
+from tests.e2e.runs import ROOT, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -22,6 +24,13 @@ def test_ep2_over_dp2_trains_and_every_update_is_proven(from_export, tmp_path):
     assert [p["version"] for p in publishes] == list(range(9))
     assert max(p["gap"] for p in publishes) <= 1e-4
     assert done.summary["staleness_max"] == 1
+
+
+def test_the_run_folder_may_be_relative(from_export, tmp_path):
+    relative = os.path.relpath(tmp_path, ROOT)
+    done = run(Path(relative) / "here", "train", *from_export, "train.steps=2", "train.batch=4", "eval.size=16")
+    assert done.code == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "here" / "summary.json").read_text())["steps"] == 2
 
 
 def test_eta_zero_trains_on_policy_throughout(from_export, tmp_path):
