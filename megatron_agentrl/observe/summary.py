@@ -17,6 +17,7 @@ from megatron_agentrl.observe.events import read_events
 from megatron_agentrl.observe.metrics import read_metrics
 from megatron_agentrl.observe.overlap import Interval, length, overlap
 from megatron_agentrl.recipe.schema import Dtype
+from megatron_agentrl.recipe.validate import gpu_count
 
 FILE_NAME = "summary.json"
 
@@ -109,8 +110,10 @@ def serving_commands(run_dir: str | Path, messages: list[dict[str, Any]], max_to
     name = Path(run_dir).name
     body = json.dumps({"model": name, "max_tokens": max_tokens, "messages": messages})
     kind = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16"}[dtype]
+    # On a CPU vLLM otherwise claims most of the machine's memory for its cache, and fails where that is not free.
+    cache = "" if gpu_count() else "VLLM_CPU_KVCACHE_SPACE=1 "
     return [
-        f"{shlex.quote(_python())} -m vllm.entrypoints.openai.api_server --model {Path(run_dir) / 'export'} "
+        f"{cache}{shlex.quote(_python())} -m vllm.entrypoints.openai.api_server --model {Path(run_dir) / 'export'} "
         f"--served-model-name {name} --dtype {kind} --enforce-eager --no-enable-prefix-caching --port 8000",
         f"curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
     ]
