@@ -36,6 +36,7 @@ def register() -> None:
     _add_ungated_experts()
     _refresh_tied_heads()
     _leave_generator_offsets_alone()
+    _convolve_prompts_at_once()
     if os.environ.get(FORK_ENV) == "1":
         _fork_engine_process(type(current_platform))
 
@@ -217,6 +218,15 @@ def _leave_generator_offsets_alone() -> None:
             self.input_batch.generators = generators
 
     CPUModelRunner._bookkeeping_sync = bookkeeping_sync  # type: ignore[method-assign]
+
+
+def _convolve_prompts_at_once() -> None:
+    """Mamba's convolution over prompts is a Python loop over sequences. Layers import it by name, and later than this."""
+    from vllm.model_executor.layers.mamba.ops import causal_conv1d
+
+    from megatron_agentrl.cpu.conv1d import packed_causal_conv1d
+
+    causal_conv1d.causal_conv1d_fn = packed_causal_conv1d
 
 
 def _fork_engine_process(platform: type) -> None:
