@@ -226,7 +226,7 @@ def _convolve_prompts_at_once() -> None:
 
     from megatron_agentrl.cpu.conv1d import packed_causal_conv1d
 
-    causal_conv1d.causal_conv1d_fn = packed_causal_conv1d
+    causal_conv1d.causal_conv1d_fn = packed_causal_conv1d  # type: ignore[assignment]
 
 
 def _fork_engine_process(platform: type) -> None:

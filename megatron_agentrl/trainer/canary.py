@@ -67,7 +67,9 @@ def score(models: list[Any], vocabulary: int, length: int, seed: int, rows: int 
     """The trainer's own scores of `rows` decisive canary rows. Collective: every rank calls it with the same arguments."""
     count = 4 * rows
     ids_BT = candidates(vocabulary, length, count, seed)
-    batch = MicroBatch(ids_BT=ids_BT, lengths_B=torch.full((count,), length), columns={"mask": torch.ones(count, length)})
+    batch = MicroBatch(
+        ids_BT=ids_BT, lengths_B=torch.full((count,), length), columns={"mask": torch.ones(count, length)}
+    )
     with router_margins(models, count) as margin_B:
         logprobs_BT = forward_logprobs(models, [batch], temperature=1.0)[0].cpu()
     # The most decisive rows, in a stable order; all rows qualify where nothing is routed.

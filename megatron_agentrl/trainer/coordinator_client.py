@@ -54,7 +54,9 @@ class CoordinatorClient:
 
     def version(self, version: int, engine: str, state: str, gap: float | None, seconds: float | None) -> None:
         self._call(
-            "POST", "/versions", json={"version": version, "engine": engine, "state": state, "gap": gap, "seconds": seconds}
+            "POST",
+            "/versions",
+            json={"version": version, "engine": engine, "state": state, "gap": gap, "seconds": seconds},
         )
 
     def evaluate(self, tag: str, version: int, deadline: float) -> dict[str, Any]:

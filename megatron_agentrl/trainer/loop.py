@@ -97,7 +97,13 @@ def warm_start(t: Trainer, demonstrations: EncodedDemonstrations) -> None:
             t.metrics.log(
                 "warm_start",
                 step,
-                {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "tokens": result.tokens, "seconds": seconds},
+                {
+                    "loss": result.loss,
+                    "grad_norm": result.grad_norm,
+                    "lr": lr,
+                    "tokens": result.tokens,
+                    "seconds": seconds,
+                },
             )
             if t.coordinator is not None and (step % 10 == 0 or step == ws.steps):
                 t.coordinator.progress(phase="warm start", step=step, of=ws.steps, loss=result.loss)
@@ -194,7 +200,9 @@ def _reference(t: Trainer, resume_at: int | None) -> Reference | None:
     return Reference(t.models)
 
 
-def _rl_step(t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, reference: Reference | None) -> dict[str, Any]:
+def _rl_step(
+    t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, reference: Reference | None
+) -> dict[str, Any]:
     recipe = t.recipe
     rewards = [list(map(float, g["rewards"])) for g in plan["groups"]]
     if recipe.algorithm.shuffle_rewards:
@@ -213,7 +221,9 @@ def _rl_step(t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, ref
     temperature = recipe.sampling.temperature
     if reference is not None:
         with reference.active(t.models):
-            for batch, logprobs_BT in zip(micro_batches, forward_logprobs(t.models, micro_batches, temperature), strict=True):
+            for batch, logprobs_BT in zip(
+                micro_batches, forward_logprobs(t.models, micro_batches, temperature), strict=True
+            ):
                 batch.columns["reference"] = logprobs_BT
     result = train_step(
         t.models,

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_agentrl.recipe.schema import Topology
 from megatron_agentrl.trainer import model
+from megatron_agentrl.trainer.architectures import architecture
+from megatron_agentrl.trainer.config import transformer_config
 from megatron_agentrl.trainer.logprobs import token_logprobs
 from megatron_agentrl.trainer.random_init import random_tensors
 from megatron_agentrl.trainer.weights_io import load_hf
@@ -34,7 +36,7 @@ from megatron_agentrl.trainer.weights_io import load_hf
 )
 def test_what_is_not_computed_is_refused_by_name(hf, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        model.architecture(hf)
+        architecture(hf)
 
 
 def test_topologies_that_the_model_cannot_take_are_refused_by_name():
@@ -43,11 +45,11 @@ def test_topologies_that_the_model_cannot_take_are_refused_by_name():
         (Topology(world=2, cp=2), "topology.cp=2"),
     ):
         with pytest.raises(ValueError, match=words):
-            model.transformer_config(toy.NEMOTRON, toy.recipe(topo))
+            transformer_config(toy.NEMOTRON, toy.recipe(topo))
 
 
 def test_infinity_as_transformers_writes_it():
-    assert model.architecture(toy.NEMOTRON | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}).pattern == "M*EM-E"
+    assert architecture(toy.NEMOTRON | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}).pattern == "M*EM-E"
 
 
 def test_what_needs_transformer_engine_says_so(rank):
@@ -58,7 +60,7 @@ def test_what_needs_transformer_engine_says_so(rank):
 def test_experts_axis_without_experts_is_refused():
     dense = toy.QWEN | {"mlp_only_layers": [0, 1]}
     with pytest.raises(ValueError, match="topology.ep=2"):
-        model.transformer_config(dense, toy.recipe(Topology(world=2, ep=2)))
+        transformer_config(dense, toy.recipe(Topology(world=2, ep=2)))
 
 
 # Keys of the distributed checkpoint under megatron-core's Transformer Engine specification, derived from its
