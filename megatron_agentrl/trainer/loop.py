@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,29 +85,39 @@ def warm_start(t: Trainer, demonstrations: EncodedDemonstrations) -> None:
     """Supervised steps on demonstrations; the global batch is cut over data-parallel ranks."""
     ws = t.recipe.warm_start
     optimizer = build(t.models, ws.optimizer)
-    for step in range(1, ws.steps + 1):
-        t0 = time.perf_counter()
-        lr = learning_rate(ws.optimizer, step, ws.steps)
-        rows = demonstrations.batch(step - 1, ws.batch)
-        tokens = sum(sum(mask[1:]) for _, mask in rows)  # the first id has nothing before it to be predicted from
-        micro_batches = list(_sft_micro_batches(t, rows[t.rank.dp :: t.rank.dp_size]))
-        micro_batches += [_empty()] * (_largest(len(micro_batches)) - len(micro_batches))
-        result = train_step(t.models, optimizer, micro_batches, sft_loss, lr=lr, tokens=tokens, step=step)
-        if t.metrics is not None:
-            seconds = time.perf_counter() - t0
-            t.metrics.log(
-                "warm_start",
-                step,
-                {
-                    "loss": result.loss,
-                    "grad_norm": result.grad_norm,
-                    "lr": lr,
-                    "tokens": result.tokens,
-                    "seconds": seconds,
-                },
-            )
-            if t.coordinator is not None and (step % 10 == 0 or step == ws.steps):
-                t.coordinator.progress(phase="warm start", step=step, of=ws.steps, loss=result.loss)
+    # The next batch is rendered and encoded while a step computes: most of a backward pass runs without the GIL.
+    with ThreadPoolExecutor(1, thread_name_prefix="demonstrations") as ahead:
+        coming = ahead.submit(demonstrations.batch, 0, ws.batch)
+        for step in range(1, ws.steps + 1):
+            rows = coming.result()
+            if step < ws.steps:
+                coming = ahead.submit(demonstrations.batch, step, ws.batch)
+            _warm_start_step(t, optimizer, rows, step)
+
+
+def _warm_start_step(t: Trainer, optimizer: Any, rows: list[tuple[list[int], list[int]]], step: int) -> None:
+    ws = t.recipe.warm_start
+    t0 = time.perf_counter()
+    lr = learning_rate(ws.optimizer, step, ws.steps)
+    tokens = sum(sum(mask[1:]) for _, mask in rows)  # the first id has nothing before it to be predicted from
+    micro_batches = list(_sft_micro_batches(t, rows[t.rank.dp :: t.rank.dp_size]))
+    micro_batches += [_empty()] * (_largest(len(micro_batches)) - len(micro_batches))
+    result = train_step(t.models, optimizer, micro_batches, sft_loss, lr=lr, tokens=tokens, step=step)
+    if t.metrics is not None:
+        seconds = time.perf_counter() - t0
+        t.metrics.log(
+            "warm_start",
+            step,
+            {
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": lr,
+                "tokens": result.tokens,
+                "seconds": seconds,
+            },
+        )
+        if t.coordinator is not None and (step % 10 == 0 or step == ws.steps):
+            t.coordinator.progress(phase="warm start", step=step, of=ws.steps, loss=result.loss)
 
 
 def _sft_micro_batches(t: Trainer, rows: list[tuple[list[int], list[int]]]) -> Iterator[MicroBatch]:
