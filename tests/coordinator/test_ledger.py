@@ -113,6 +113,19 @@ def test_in_admission_order_a_batch_waits_for_its_slow_group_and_later_ones_do_n
     assert train(coordinator, 1) == [2, 3]
 
 
+def test_in_admission_order_a_lost_group_lets_those_behind_it_into_the_batch(tmp_path):
+    made = recipe(batch=2, group_size=1, eta=3, epochs=1)
+    made.agent.retries = 0
+    coordinator = start(tmp_path, made, prompts(3))
+    coordinator.version("engine-0", 0, "proven")
+    coordinator.work("worker-0", 100)
+    coordinator.receipts([receipt("t000001"), receipt("t000002")])
+    assert coordinator.batch(0).late.startswith("waiting for 2 of 2 groups: oldest t000000 asked ")
+    coordinator.receipts([receipt("t000000", status="engine_error", message="gone")])
+    assert train(coordinator, 0) == [1, 2]
+    assert coordinator.batch(1).status == "exhausted"
+
+
 def test_what_was_in_flight_at_a_kill_is_asked_again_under_its_task_id(tmp_path):
     coordinator = start(tmp_path, recipe(batch=2, group_size=2, eta=0), prompts(9))
     coordinator.version("engine-0", 0, "proven")
