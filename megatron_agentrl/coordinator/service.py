@@ -284,6 +284,8 @@ class Coordinator:
         """What step `step` trains on, the same at every call once it is ready."""
         if (body := self.ledger.plan(step)) is not None:
             return BatchReply("ready", plan=msgspec.Raw(body))
+        if 0 <= step < self.ledger.pruned:
+            raise ProtocolError(f"the plan of step {step} is behind the newest checkpoints and not kept any more", 409)
         if step != self.ledger.plans:
             raise ProtocolError(f"step {step} has no plan and the next one to be planned is {self.ledger.plans}", 409)
         size = self.recipe.train.batch
@@ -396,6 +398,7 @@ class Coordinator:
         """Writes the ledger's snapshot into the folder of a checkpoint made at the start of `step`."""
         if not folder.is_dir():
             raise ProtocolError(f"{folder} is not a folder; make the checkpoint's folder first", 409)
+        self.ledger.prune(step)
         self.ledger.note("checkpoint", step=step, folder=str(folder))
         self.ledger.snapshot(folder)
 
