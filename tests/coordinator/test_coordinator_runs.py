@@ -288,6 +288,7 @@ def test_an_eval_goes_before_training_and_failures_are_not_zeros(tmp_path):
         ("POST", "/versions", {"engine": "e", "version": 0, "state": "great"}, 400, "great"),
         ("GET", "/batch?step=7", None, 409, "step 7 has no plan and the next one to be planned is 0"),
         ("GET", "/batch", None, 400, "step is missing"),
+        ("GET", "/batch?step=0&wait=nan", None, 400, "wait='nan' is not a number"),
         ("GET", "/evals/e9", None, 404, "there is no eval e9"),
         ("POST", "/evals", {"tag": "before", "version": 0}, 409, "no held-out prompts"),
         ("POST", "/checkpoints", {"step": 0, "folder": "nowhere"}, 409, "nowhere is not a folder"),

@@ -403,7 +403,9 @@ def test_a_resume_works_at_every_checkpoint_although_plans_were_let_go(tmp_path,
     coordinator.resume(step, tmp_path / f"step_{step}")
     assert coordinator.ledger.balance().trained == 2 * step
     if step >= 8:  # the newest checkpoint and the one before it find the plans as they were
-        assert {s: bytes(coordinator.batch(s).plan) for s in range(step, 10)} == {s: planned[s] for s in range(step, 10)}
+        assert {s: bytes(coordinator.batch(s).plan) for s in range(step, 10)} == {
+            s: planned[s] for s in range(step, 10)
+        }
     trained = []
     for now in range(step, 12):
         coordinator.version("engine-0", now, "proven")
