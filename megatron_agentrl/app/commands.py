@@ -117,7 +117,11 @@ def _supervise(recipe: Recipe, run_dir: Path, mode: str) -> int:
     endpoints = choose(ports.host, recipe.rollout.replicas, ports.coordinator, ports.gateway, ports.engine)
     endpoints.write(run_dir)
     view = LiveView(
-        run_dir, steps=recipe.train.steps, warm_start_steps=recipe.warm_start.steps, live=recipe.observe.live
+        run_dir,
+        steps=recipe.train.steps,
+        warm_start_steps=recipe.warm_start.steps,
+        doing={"eval": "evaluating", "export": "exporting"}.get(mode, "starting"),
+        live=recipe.observe.live,
     )
     with view:
         return run(recipe, roles(recipe, run_dir, endpoints, mode), run_dir, on_tick=view.tick)
