@@ -125,7 +125,9 @@ def test_files_roll_at_their_size_and_stay_readable(tmp_path):
     places = [writer.append(trajectory(str(number))) for number in range(12)]
     writer.close()
     assert len({place.file for place in places}) > 1
-    assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == sorted({Path(place.file).name for place in places})
+    assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == sorted(
+        {Path(place.file).name for place in places}
+    )
     reader = SpoolReader(tmp_path)
     assert [reader.read(place).rollout_id for place in places] == [str(number) for number in range(12)]
 
