@@ -25,14 +25,11 @@ def main() -> None:
     parser.add_argument("--index", type=int, required=True, help="rank")
     parser.add_argument("--mode", choices=["train", "sft", "export"], default="train")
     args = parser.parse_args()
-    args.run = (
-        args.run.resolve()
-    )  # paths in it are named to the coordinator, which takes relative ones as inside the run
     recipe = load_resolved(args.run / "recipe.yaml")
     endpoints = Endpoints.read(args.run)
 
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    host, port = endpoints.trainer_master.split(":")
+    host, port = endpoints.trainer_master.rsplit(":", 1)
     os.environ.update(
         RANK=str(args.index), LOCAL_RANK=str(args.index), WORLD_SIZE=str(recipe.topology.world),
         MASTER_ADDR=host, MASTER_PORT=port,
