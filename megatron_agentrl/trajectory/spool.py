@@ -137,7 +137,12 @@ class SpoolReader:
         if file not in self._fds:
             if not re.fullmatch(FOLDER + r"/[A-Za-z0-9_-]+\.spool", file):
                 raise SpoolError(f"{file!r} is not a spool file name (expected {FOLDER}/NAME-NUMBER.spool)")
-            self._fds[file] = os.open(self._run_dir / file, os.O_RDONLY)
+            try:
+                self._fds[file] = os.open(self._run_dir / file, os.O_RDONLY)
+            except OSError as error:
+                raise SpoolError(
+                    f"{self._run_dir / file} cannot be read ({error.strerror}); was the spool moved?"
+                ) from error
         return self._fds[file]
 
     def close(self) -> None:

@@ -114,6 +114,13 @@ def test_every_flipped_byte_is_refused_with_file_and_offset(tmp_path):
         reader.read(places[1])
 
 
+def test_a_missing_file_is_named(tmp_path):
+    place = filled(tmp_path)[0]
+    spool_file(tmp_path).unlink()
+    with pytest.raises(SpoolError, match=r"gateway-0-000000\.spool cannot be read \(No such file or directory\)"):
+        SpoolReader(tmp_path).read(place)
+
+
 def test_a_receipt_that_points_past_the_end_is_refused(tmp_path):
     place = filled(tmp_path)[2]
     with pytest.raises(SpoolCorrupt, match="expected"):
