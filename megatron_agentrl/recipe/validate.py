@@ -478,9 +478,9 @@ def _data_problems(recipe: Recipe, mode: str) -> Iterator[str]:
         yield "data.train_remainder=true: has no effect without data.epochs; set data.epochs, or leave it out"
     if data.source is Source.jsonl:
         default = type(data)()
-        for name in ("task", "size", "eval_size"):
-            if (value := getattr(data, name)) != getattr(default, name):
-                yield f"data.{name}={value}: has no effect with data.source=jsonl; set data.source=reasoning_gym"
+        for leaf in ("task", "size", "eval_size"):
+            if (value := getattr(data, leaf)) != getattr(default, leaf):
+                yield f"data.{leaf}={value}: has no effect with data.source=jsonl; set data.source=reasoning_gym"
         if data.prompts is None:
             yield "data.prompts=null: data.source=jsonl needs a prompts file; set data.prompts=FILE.jsonl"
         if data.eval is None and mode == "eval":
