@@ -130,7 +130,7 @@ class WarmStart:
 class Data:
     source: Source = Source.jsonl
     """Where prompts come from: `jsonl` files or a `reasoning_gym` task. Given on the command line, it drops the recipe
-    file's own prompts, eval and task."""
+    file's own prompts, eval, task and sizes."""
     prompts: str | None = None
     """Training prompts (JSONL, optionally .gz): `prompt` or `messages`, `answer`, any other keys as metadata."""
     eval: str | None = None
@@ -285,7 +285,7 @@ class Checkpoint:
 @dataclass
 class Ports:
     host: str = "127.0.0.1"
-    """Interface that the run's own servers listen on."""
+    """IPv4 address or name of the interface that the run's own servers listen on."""
     coordinator: int = 0
     """Port of the coordinator; 0 picks a free one."""
     gateway: int = 0
@@ -311,7 +311,7 @@ class Observe:
     tensorboard: bool = True
     """Write TensorBoard events beside the JSONL metrics."""
     live: bool | None = None
-    """Live view on a terminal; null decides by whether stdout is one."""
+    """Draw the live panel (true) or print lines (false); null decides by whether stdout is a terminal."""
 
 
 @dataclass

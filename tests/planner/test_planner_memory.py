@@ -1,25 +1,10 @@
 """Parameter counts against published totals, and the order of magnitude of what a run needs."""
 
+from quickstart_shape import CONFIG as QUICKSTART
+
 from megatron_agentrl.planner.memory import GIB, available_bytes, count_parameters, estimate
 from megatron_agentrl.recipe.schema import Dtype, Recipe
 
-QUICKSTART = {
-    "model_type": "nemotron_h",
-    "vocab_size": 272,
-    "hidden_size": 128,
-    "hybrid_override_pattern": "M*EM*E",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 32,
-    "n_groups": 2,
-    "ssm_state_size": 32,
-    "conv_kernel": 4,
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 64,
-    "moe_shared_expert_intermediate_size": 128,
-}
 NANO = {
     "model_type": "nemotron_h",
     "vocab_size": 131072,
