@@ -156,10 +156,11 @@ class Publisher:
         pool: ThreadPoolExecutor,
     ) -> None:
         begin = time.monotonic()
+        patience = begin + (deadline - begin) / 2  # one that does not join must leave the others time for the rest
 
         def join(engine: Engine) -> None:
             with _phase(outcomes[engine.name], "stage", deadline):
-                self._join(engine, version, manifest, deadline)
+                self._join(engine, version, manifest, patience, deadline)
 
         list(pool.map(join, self.engines.values()))
         joined = {name: self._channels[name] for name, o in outcomes.items() if o.error is None}
@@ -180,15 +181,15 @@ class Publisher:
                 if not all(intact for intact, _ in answers[name]):
                     raise EngineError(name, "incomplete", self._ask(name))
 
-    def _join(self, engine: Engine, version: int, manifest: Manifest, deadline: float) -> None:
-        """Tells the engine to receive, over the channel there is or a new one."""
+    def _join(self, engine: Engine, version: int, manifest: Manifest, patience: float, deadline: float) -> None:
+        """Tells the engine to receive, over the channel there is or a new one; waits for it until `patience`."""
         rendezvous: Rendezvous | None = None
         if engine.name not in self._channels:
             rendezvous = self._transport.invite(engine.name, 1 + engine.workers)
         try:
-            engine.begin_staging(version, manifest, rendezvous, deadline - time.monotonic(), deadline)
+            engine.begin_staging(version, manifest, rendezvous, deadline - time.monotonic(), patience)
             if rendezvous is not None:
-                self._channels[engine.name] = self._transport.open(rendezvous, 0, deadline)
+                self._channels[engine.name] = self._transport.open(rendezvous, 0, patience)
         except TransportError as error:
             raise EngineError(engine.name, "unreachable", str(error)) from error
         except EngineError:
