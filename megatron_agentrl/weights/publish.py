@@ -13,6 +13,7 @@ does not touch the others. Everything happens under one deadline.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -289,11 +290,11 @@ class _phase:
 
 
 def largest_gap(expected: Sequence[Sequence[float]], scored: Sequence[Sequence[float]]) -> tuple[float, str]:
-    """Largest |expected − scored| and its place. A NaN on either side counts as infinite."""
+    """Largest |expected − scored| and its place. A logprob that is not finite, on either side, gives an infinite gap."""
     worst, where = 0.0, "no token"
     for s, (row, found) in enumerate(zip(expected, scored, strict=True)):
         for t, (a, b) in enumerate(zip(row, found, strict=True), start=1):
-            gap = abs(a - b) if a == a and b == b else float("inf")
+            gap = abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf
             if gap > worst or where == "no token":
                 worst, where = gap, f"sequence {s}, position {t}"
     return worst, where

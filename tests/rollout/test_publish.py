@@ -14,7 +14,7 @@ import torch
 from scripted_engine import TOKEN, ScriptedEngine, mean, score
 
 from megatron_agentrl.rollout.weights_client import VllmEngine
-from megatron_agentrl.weights.engine import Staging
+from megatron_agentrl.weights.engine import EngineError, Staging
 from megatron_agentrl.weights.manifest import Manifest, TensorInfo
 from megatron_agentrl.weights.publish import Canary, Publisher, largest_gap
 from megatron_agentrl.weights.stream import ManifestError
@@ -149,7 +149,10 @@ def test_weights_that_were_sent_but_not_used_are_quarantined_with_the_numbers_an
 
 
 def test_a_logprob_that_is_not_a_number_is_a_gap():
-    assert largest_gap([[-1.0, -2.0]], [[-1.0, float("nan")]]) == (float("inf"), "sequence 0, position 2")
+    infinite = float("inf")
+    for odd in (float("nan"), -infinite):
+        assert largest_gap([[-1.0, -2.0]], [[-1.0, odd]]) == (infinite, "sequence 0, position 2")
+        assert largest_gap([[-1.0, odd]], [[-1.0, odd]]) == (infinite, "sequence 0, position 2")
 
 
 @pytest.mark.parametrize("route", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
@@ -195,6 +198,18 @@ def test_an_engine_that_never_receives_is_late_in_staging(one):
     assert one.outcome.phase == "stage" and one.outcome.state == "unchanged"
     assert "/collective_rpc took more than" in one.outcome.error
     assert one.engine.version == "0" and report.proven == []
+
+
+def test_a_server_that_is_something_else_is_named_with_what_it_answers(one):
+    """As when another program got the port."""
+    engine = one.publisher.engines["engine-0"]
+    one.engine.faults.status = {"/collective_rpc": 200, "/weight_info": 200, "/health": 404}
+    for call in (engine.staging, engine.version):
+        with pytest.raises(EngineError, match="engine-0: /.* in the reply: scripted failure") as caught:
+            call(time.monotonic() + 5)
+        assert caught.value.kind == "protocol"
+    with pytest.raises(EngineError, match="did not come up in time .*/health answers 404"):
+        engine.wait_ready(time.monotonic() + 0.1)
 
 
 def test_an_engine_that_agrees_to_receive_and_never_joins_leaves_the_other_its_time(stack):
