@@ -116,7 +116,8 @@ def _gateway_state(endpoints: Endpoints):
     """Tells the gateway which engine may be given requests, under which version."""
     import httpx
 
-    http = httpx.Client(base_url=endpoints.gateway, timeout=30, headers={"Authorization": f"Bearer {endpoints.token}"})
+    headers = {"Authorization": f"Bearer {endpoints.token}"}
+    http = httpx.Client(base_url=endpoints.gateway, timeout=30, headers=headers, trust_env=False)
     urls = {f"engine-{i}": url for i, url in enumerate(endpoints.engines)}
 
     def tell(engine: str, state: str, version: int | None) -> None:

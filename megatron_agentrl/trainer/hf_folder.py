@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -81,10 +81,11 @@ class Checkpoint:
                 raise WeightsError(f"{self.folder} has neither {SINGLE} nor {INDEX}")
             return None
         try:
-            entries = json.loads(path.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            entries = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            named = list(entries.items())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"{path} is no safetensors index: {error!r}") from error
-        for name, file in entries.items():
+        for name, file in named:
             if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
                 raise WeightsError(
                     f"{path}: {name} points to {file!r}; only plain file names inside the folder are read"
@@ -100,6 +101,8 @@ class Checkpoint:
                 self._files[file] = safe_open(path, framework="pt")
             except SafetensorError as error:
                 raise WeightsError(f"{path} is cut or damaged: {error}") from error
+            except OSError as error:
+                raise WeightsError(f"{path} cannot be read: {error}") from error
         return self._files[file]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -145,7 +148,34 @@ def write_folder(
     Raises:
         WeightsError: a name comes twice, or the stream was empty.
     """
-    partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
+    partial = folder.parent / f".{folder.name}.partial"
+    writes = False
+
+    def claiming() -> Iterator[tuple[str, torch.Tensor | None]]:
+        nonlocal writes
+        for name, tensor in tensors:
+            if tensor is not None and not writes:
+                writes = True
+                shutil.rmtree(partial, ignore_errors=True)  # what an export that was killed left
+                partial.mkdir(parents=True)
+            yield name, tensor
+
+    try:
+        if not _write_shards(partial, claiming(), shard_bytes, folder):
+            return False
+        copy_side_files(source_folder, partial, config_changes())
+        _publish(partial, folder)
+    except BaseException:
+        if writes:  # the folder of another rank is not this one's to remove
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return True
+
+
+def _write_shards(
+    partial: Path, tensors: Iterable[tuple[str, torch.Tensor | None]], shard_bytes: int, folder: Path
+) -> bool:
+    """Weights and index into `partial`; False where the stream holds only None."""
     shard: dict[str, torch.Tensor] = {}
     files: list[tuple[Path, list[str]]] = []
     total, held, seen = 0, 0, set[str]()
@@ -156,17 +186,12 @@ def write_folder(
         files.append((path, list(shard)))
         shard.clear()
 
-    writes = False
     for name, tensor in tensors:
         if name in seen:
             raise WeightsError(f"{name} came twice; a checkpoint holds each tensor once")
         seen.add(name)
         if tensor is None:
             continue
-        if not writes:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            writes = True
         size = tensor.numel() * tensor.element_size()
         if shard and held + size > shard_bytes:
             flush()
@@ -175,7 +200,7 @@ def write_folder(
         held, total = held + size, total + size
     if not seen:
         raise WeightsError(f"no tensor to write to {folder}")
-    if not writes:
+    if not shard:
         return False
     flush()
     weight_map = {}
@@ -185,8 +210,6 @@ def write_folder(
         weight_map.update(dict.fromkeys(names, final))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    copy_side_files(source_folder, partial, config_changes())
-    _publish(partial, folder)
     return True
 
 
@@ -201,7 +224,7 @@ def copy_side_files(source: Path, target: Path, config_changes: Mapping[str, Any
         ):
             shutil.copyfile(path, target / path.name)
     if config_changes:
-        config = json.loads((source / "config.json").read_text()) | dict(config_changes)
+        config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(config_changes)
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -211,9 +234,9 @@ def _publish(partial: Path, folder: Path) -> None:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
-    older = folder.parent / f".{folder.name}.older-{os.getpid()}"
+    older = folder.parent / f".{folder.name}.older"
+    shutil.rmtree(older, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(older, ignore_errors=True)
         folder.rename(older)
     partial.rename(folder)
     shutil.rmtree(older, ignore_errors=True)

@@ -241,11 +241,17 @@ def _receive(
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises WeightsError where there is none."""
+    """config.json of a Hugging Face folder. Raises WeightsError where there is none, or no JSON object."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise WeightsError(f"{path} is missing; model.path must be a Hugging Face folder")
-    return json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise WeightsError(f"{path} is not valid JSON ({error}); save the model's config again") from error
+    if not isinstance(config, dict):
+        raise WeightsError(f"{path}: found a {type(config).__name__}, expected a JSON object")
+    return config
 
 
 def save_hf(

@@ -125,7 +125,14 @@ def test_every_rank_stands_where_megatron_core_puts_it():
     for sizes in (Topology(world=24, tp=2, cp=3, pp=2, ep=4, etp=1), Topology(world=16, tp=4, pp=2, ep=2, etp=2)):
         for index in range(0, sizes.world, 5):
             with as_rank(index, sizes) as rank:
-                coordinates_of(NEMOTRON, rank)  # compares and raises
+                at = coordinates_of(NEMOTRON, rank)  # compares with its own order and raises
+                found = (at.tp_rank, at.pp_rank, at.ep_rank, at.etp_rank)
+                assert found == (
+                    parallel_state.get_tensor_model_parallel_rank(),
+                    parallel_state.get_pipeline_model_parallel_rank(),
+                    parallel_state.get_expert_model_parallel_rank(),
+                    parallel_state.get_expert_tensor_parallel_rank(),
+                )
 
 
 # Logits
