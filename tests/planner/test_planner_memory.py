@@ -143,7 +143,9 @@ def test_dense_decoders_have_their_published_sizes():
     assert count_parameters(QWEN3_8B).experts == 0
 
 
-@pytest.mark.parametrize("model", [QUICKSTART, NANO, QWEN3_30B, LLAMA_8B, QWEN3_8B, QWEN3_30B | {"mlp_only_layers": [0, 5]}])
+@pytest.mark.parametrize(
+    "model", [QUICKSTART, NANO, QWEN3_30B, LLAMA_8B, QWEN3_8B, QWEN3_30B | {"mlp_only_layers": [0, 5]}]
+)
 def test_the_count_is_the_sum_over_the_tensors_of_the_layout(model):
     config = {"head_dim": 128, "conv_kernel": 4} | model
     assert count_parameters(config).total == sum(prod(shape) for shape in hf_tensors(config).values())
