@@ -15,8 +15,10 @@ CONFIG = {
     "mamba_num_heads": 8,
     "mamba_head_dim": 32,
     "n_groups": 2,
+    "conv_kernel": 4,
     "ssm_state_size": 32,
     "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 128,
 }

@@ -11,6 +11,8 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_agentrl.layout.boxes import LayoutError
+from megatron_agentrl.layout.megatron import architecture, hf_tensors
 from megatron_agentrl.planner import memory
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.schema import Init, Recipe, Source
@@ -23,7 +25,11 @@ def check(recipe: Recipe, mode: str = "train") -> list[str]:
     if found:
         raise RecipeError("\n".join(found))
     config = read_config(recipe.model.path)
-    found = [*_agent_problems(recipe, mode), *_memory_problems(recipe, config, mode)]
+    found = [
+        *_agent_problems(recipe, mode),
+        *_weight_problems(recipe, config, mode),
+        *_memory_problems(recipe, config, mode),
+    ]
     if found:
         raise RecipeError("\n".join(found))
     # Tens of thousands of small objects that are all kept until the end: looking for cycles among them takes a
@@ -79,6 +85,30 @@ def _names(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
     return names
+
+
+def _weight_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:
+    """Whether config.json has a layout, and whether the folder's weights are that model: by their headers alone."""
+    # Imported here: reading headers takes safetensors and numpy.
+    from megatron_agentrl.trainer.hf_headers import WeightsError, differences, locate, some
+
+    folder = Path(recipe.model.path)
+    try:
+        expected = hf_tensors(config)
+        if recipe.model.init is Init.random and mode != "eval":
+            return
+        stored = locate(folder, dict(architecture(config).ALIASES))
+    except LayoutError as error:
+        yield f"model.path={folder}: {error}"
+        return
+    except WeightsError as error:
+        yield f"model.path={folder}: {error}; save the model there again"
+        return
+    if found := differences(config, {name: tensor.shape for name, tensor in stored.items()}):
+        yield (
+            f"model.path={folder}: the weights are not the model of config.json ({len(stored)} tensors, expected "
+            f"{len(expected)}): {some(found, 3)}; put the two files of one model there"
+        )
 
 
 def _memory_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:

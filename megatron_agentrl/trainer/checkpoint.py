@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.optimizer import distrib_optimizer as _distrib
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_agentrl.trainer.checkpoint_match import check_same_model
 from megatron_agentrl.trainer.optimizer import parts
 
 FORMAT = 1
@@ -98,11 +99,13 @@ def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
 
     Raises:
         IncompleteCheckpoint: the folder was never completed, or a file of it is missing or truncated.
+        OtherModel: the folder holds the weights of another model.
     """
     folder = Path(folder)
     mark = check(folder)
-    _fill_state(optimizer)
     state = _model_state(models)
+    check_same_model(folder, state)
+    _fill_state(optimizer)
     state["optimizer"] = _optimizer_state(optimizer, state, loading=True)
     same_world = mark["world"] == dist.get_world_size()
     if same_world:
@@ -136,10 +139,12 @@ def load_weights(folder: Path, models: list[Any]) -> None:
     """Read the weights alone; build the optimizer afterwards. Collective.
 
     Raises:
-        IncompleteCheckpoint: see `load`.
+        IncompleteCheckpoint, OtherModel: see `load`.
     """
     check(Path(folder))
-    _put_model(models, dist_checkpointing.load(_model_state(models), str(folder)))
+    state = _model_state(models)
+    check_same_model(Path(folder), state)
+    _put_model(models, dist_checkpointing.load(state, str(folder)))
 
 
 def check(folder: Path) -> dict[str, Any]:

@@ -62,11 +62,12 @@ def precision(recipe: Recipe) -> dict[str, Any]:
 
 
 def experts(topology: Topology, present: bool) -> dict[str, Any]:
-    """How experts are routed and cut; {} for a model without any."""
+    """How experts are routed and cut; for a model without any, only what megatron-core insists on."""
     if not present:
         if topology.ep > 1:
             raise ValueError(f"topology.ep={topology.ep}, but the model has no experts; set topology.ep to 1")
-        return {}
+        # With pipeline stages it refuses its own default dispatcher, also where nothing is dispatched.
+        return {"moe_token_dispatcher_type": "alltoall"}
     if topology.tp > 1 and not topology.sequence_parallel:
         raise ValueError(f"topology.tp={topology.tp} with experts needs topology.sequence_parallel=true")
     return {

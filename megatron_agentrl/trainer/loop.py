@@ -343,20 +343,18 @@ def evaluate(t: Trainer, tag: str, version: int) -> None:
         t0 = time.perf_counter()
         with t.events.span("eval", tag=tag, version=version):
             reply = t.coordinator.evaluate(tag, version, t.recipe.deadlines.eval)
-        t.metrics.log(
-            "eval",
-            version,
-            {
-                "tag": tag,
-                "version": version,
-                "size": reply["size"],
-                "finished": reply["finished"],
-                "success": reply["success"],
-                "tokens_sampled": reply["tokens"],
-                **reply["metrics"],
-                "seconds": time.perf_counter() - t0,
-            },
-        )
+        line = {
+            "tag": tag,
+            "version": version,
+            "size": reply["size"],
+            "finished": reply["finished"],
+            "success": reply["success"],
+            "tokens_sampled": reply["tokens"],
+            "seconds": time.perf_counter() - t0,
+        }
+        # The agent's own metrics may not take the place of these.
+        own = {f"{name}_" if name in line else name: value for name, value in reply["metrics"].items()}
+        t.metrics.log("eval", version, line | own)
         return True
 
     from_rank0(run)

@@ -146,7 +146,7 @@ def test_a_config_with_a_null_size_is_one_line(folder):
     (folder / "model" / "config.json").write_text(json.dumps({**CONFIG, "n_groups": None}))
     done = command(folder, "check", "recipe=good")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "model/config.json: sizes are missing" in done.stderr
+    assert "model/config.json: n_groups is missing" in done.stderr
 
 
 def test_an_export_takes_the_runs_own_recipe_or_says_what_differs(folder):

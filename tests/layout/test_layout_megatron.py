@@ -218,7 +218,7 @@ def test_layer_kinds_are_read_from_either_spelling():
         (nemotron(n_groups=None), {}, "no n_groups or mamba_n_groups"),
         (nemotron(moe_intermediate_size="20"), {}, "moe_intermediate_size='20', expected a positive integer"),
         (nemotron(num_attention_heads=7), {}, "num_attention_heads=7 is no multiple of num_key_value_heads=2"),
-        ({"model_type": "llama"}, {}, "model_type 'llama' has no layout"),
+        ({"model_type": "gpt2"}, {}, "model_type 'gpt2' has no layout"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_with_the_key(config, at, message):

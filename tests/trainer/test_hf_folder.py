@@ -270,6 +270,9 @@ def test_multi_token_prediction_tensors_are_left_aside_and_carried_over(source, 
 def test_a_tied_checkpoint_loads_with_or_without_a_second_head(source, tmp_path):
     config = CONFIG | {"tie_word_embeddings": True}
     (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match="tie_word_embeddings=true, but lm_head.weight differs from backbone.emb"):
+        load(source, config)
+    edit(source, "lm_head.weight", values()["backbone.embeddings.weight"].float(), file=index_of(source)["lm_head.weight"])
     model = load(source, config)  # the source still holds lm_head.weight
     assert "output_layer.weight" not in dict(model[0].named_parameters())
     save_hf(tmp_path / "out", source, iterate_hf(model, config, ONE, torch.float32))

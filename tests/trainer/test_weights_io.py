@@ -22,7 +22,7 @@ from megatron_agentrl.trainer.random_init import random_tensors, write_random
 from megatron_agentrl.trainer.weights_io import coordinates_of, grid_of, iterate_hf, load_hf, save_hf
 
 NEMOTRON, QWEN = nemotron(), qwen3_moe()
-TIED = nemotron(tie_word_embeddings=True)
+TIED = qwen3_moe(tie_word_embeddings=True, num_key_value_heads=2)
 #: Query groups 2, so that tp = 4 cuts through them.
 QWEN_TP4 = qwen3_moe(
     num_attention_heads=8, num_key_value_heads=2, mlp_only_layers=[2], intermediate_size=32, moe_intermediate_size=8
@@ -117,7 +117,7 @@ def test_a_tied_model_over_a_pipeline_holds_the_embedding_at_both_ends_only(tmp_
             ends = {n: p for n, p in chunk.named_parameters() if n.startswith(("embedding", "output_layer"))}
             names.append(set(ends))
             for parameter in ends.values():
-                assert parameter[:101].double().equal(numbered(TIED)["backbone.embeddings.weight"])
+                assert parameter[:101].double().equal(numbered(TIED)["model.embed_tokens.weight"])
     assert names == [{"embedding.word_embeddings.weight"}, set(), set(), {"output_layer.weight"}]
 
 
