@@ -14,12 +14,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from megatron_agentrl.layout import nemotron_h, qwen3_moe
+from megatron_agentrl.layout import decoder, nemotron_h
 from megatron_agentrl.layout.boxes import Box, DtypeRule, LayoutError, ParameterLayout
 from megatron_agentrl.layout.config import Config, size
 from megatron_agentrl.layout.entries import Entry, Source, replicated, vocabulary
 
-ARCHITECTURES: dict[str, ModuleType] = {"nemotron_h": nemotron_h, "qwen3_moe": qwen3_moe}
+ARCHITECTURES: dict[str, ModuleType] = {
+    "nemotron_h": nemotron_h,
+    "qwen3_moe": decoder,
+    "qwen3": decoder,
+    "llama": decoder,
+}
 
 #: The padded vocabulary is a multiple of this times the tensor-parallel size.
 VOCABULARY_DIVISOR = 64

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_agentrl.layout import decoder
 from megatron_agentrl.recipe.schema import Dtype, Recipe
 
 GIB = 1024**3
@@ -55,8 +56,8 @@ class Memory:
 
 
 def count_parameters(config: dict[str, Any]) -> Parameters:
-    """Exact count for a Hugging Face config of type nemotron_h or qwen3_moe (router bias buffers included)."""
-    counters = {"nemotron_h": _nemotron_h, "qwen3_moe": _qwen3_moe}
+    """Exact count for the config of a Hugging Face model with a layout (router bias buffers included)."""
+    counters = {"nemotron_h": _nemotron_h, "qwen3_moe": _decoder, "qwen3": _decoder, "llama": _decoder}
     kind = config.get("model_type")
     if kind not in counters:
         raise ValueError(f"model_type {kind!r}, expected one of {', '.join(counters)}")
@@ -113,19 +114,20 @@ def _mamba(config: dict[str, Any]) -> int:
 def _attention(config: dict[str, Any]) -> int:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
-    return hidden * size * (2 * heads + 2 * config["num_key_value_heads"])
+    return hidden * size * (2 * heads + 2 * (config.get("num_key_value_heads") or heads))
 
 
-def _qwen3_moe(config: dict[str, Any]) -> tuple[int, int]:
+def _decoder(config: dict[str, Any]) -> tuple[int, int]:
+    """Llama, Qwen3 and Qwen3-MoE: attention (normed queries and keys but for Llama), then an MLP or experts."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    count = config.get("num_experts") or config["num_local_experts"]
-    size = config.get("head_dim") or hidden // config["num_attention_heads"]
-    step = config.get("decoder_sparse_step", 1)
-    without = set(config.get("mlp_only_layers") or [])
-    sparse = sum(1 for i in range(layers) if i not in without and (i + 1) % step == 0)
-    dense = layers * (_attention(config) + 2 * size + 2 * hidden) + hidden
-    dense += sparse * count * hidden + (layers - sparse) * 3 * hidden * config.get("intermediate_size", 0)
-    return dense, sparse * count * 3 * hidden * config["moe_intermediate_size"]
+    sparse = decoder.pattern(config).count("E")
+    norms = 2 * hidden + (2 * decoder.head_dim(config) if config["model_type"] in decoder.NORMED else 0)
+    dense = layers * (_attention(config) + norms) + hidden
+    dense += (layers - sparse) * 3 * hidden * config.get("intermediate_size", 0)
+    if not sparse:
+        return dense, 0
+    count = decoder.experts(config)
+    return dense + sparse * count * hidden, sparse * count * 3 * hidden * config["moe_intermediate_size"]
 
 
 def estimate(recipe: Recipe, config: dict[str, Any], *, gpu: bool, mode: str = "train") -> Memory:

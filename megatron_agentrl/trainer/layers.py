@@ -28,7 +28,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -37,6 +37,8 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+
+from megatron_agentrl.trainer.latent_experts import LocalMoELayer
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -98,7 +100,7 @@ def _local_moe() -> Any:
         return SharedExpertMLP(config=config, submodules=linears, gate=gate, pg_collection=pg_collection, name=name)
 
     return partial(
-        MoELayer,
+        LocalMoELayer,
         submodules=MoESubmodules(
             experts=partial(SequentialMLP, submodules=linears), shared_experts=shared_experts, router=Router
         ),
@@ -180,7 +182,6 @@ def stack_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
         return spec
     for feature, used in (
         ("context parallelism (topology.cp > 1)", config.context_parallel_size > 1),
-        ("latent experts (moe_latent_size)", bool(config.moe_latent_size)),
         ("fp8", bool(config.fp8)),
     ):
         if used:

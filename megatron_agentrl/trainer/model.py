@@ -47,13 +47,17 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
             parallel_output=True,
             share_embeddings_and_output_weights=arch.tied,
             position_embedding_type=arch.position,
-            rotary_percent=arch.rotary_percent,
             rotary_base=arch.rotary_base,
+            seq_len_interpolation_factor=arch.rope_linear_factor,
             vp_stage=stage,
         )
         for module in model.modules():
             if type(module).__name__ == "ExtendedRMSNorm":  # the mixer's gated norm has a fixed epsilon
                 module.eps = arch.mixer_norm_eps
+        if arch.rope_llama3 is not None:  # HybridModel has no argument for it, its rotary embedding has
+            model.rotary_pos_emb.inv_freq = model.rotary_pos_emb._apply_scaling(
+                model.rotary_pos_emb.inv_freq, **arch.rope_llama3
+            )
         model.true_vocab_size = arch.vocab_size
         chunks.append(model.to(rank.device))
     return chunks

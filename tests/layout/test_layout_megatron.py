@@ -214,7 +214,7 @@ def test_layer_kinds_are_read_from_either_spelling():
         (nemotron(num_attention_heads=6), {"tp": 4}, "num_attention_heads=6"),
         (nemotron(use_bias=True), {}, "use_bias=True"),
         (nemotron(hidden_size=None), {}, "no hidden_size"),
-        ({"model_type": "llama"}, {}, "model_type 'llama' has no layout"),
+        ({"model_type": "gpt2"}, {}, "model_type 'gpt2' has no layout"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_with_the_key(config, at, message):

@@ -1,5 +1,10 @@
 """Parameter counts against published totals, and the order of magnitude of what a run needs."""
 
+from math import prod
+
+import pytest
+
+from megatron_agentrl.layout.megatron import hf_tensors
 from megatron_agentrl.planner.memory import GIB, available_bytes, count_parameters, estimate
 from megatron_agentrl.recipe.schema import Dtype, Recipe
 
@@ -47,6 +52,27 @@ QWEN3_30B = {
     "num_experts": 128,
     "moe_intermediate_size": 768,
     "intermediate_size": 6144,
+}
+
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
 }
 
 
@@ -109,3 +135,15 @@ def test_this_machine_has_memory_to_offer():
     free, limit = available_bytes()
     assert 0 < free < 2**50
     assert limit
+
+
+def test_dense_decoders_have_their_published_sizes():
+    assert count_parameters(LLAMA_8B).total == 8_030_261_248
+    assert count_parameters(QWEN3_8B).total == 8_190_735_360
+    assert count_parameters(QWEN3_8B).experts == 0
+
+
+@pytest.mark.parametrize("model", [QUICKSTART, NANO, QWEN3_30B, LLAMA_8B, QWEN3_8B, QWEN3_30B | {"mlp_only_layers": [0, 5]}])
+def test_the_count_is_the_sum_over_the_tensors_of_the_layout(model):
+    config = {"head_dim": 128, "conv_kernel": 4} | model
+    assert count_parameters(config).total == sum(prod(shape) for shape in hf_tensors(config).values())

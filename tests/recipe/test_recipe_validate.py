@@ -26,6 +26,7 @@ CONFIG = {
     "n_groups": 2,
     "ssm_state_size": 32,
     "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 128,
 }
@@ -138,8 +139,8 @@ def test_a_config_that_is_missing_broken_or_unknown(folder):
     assert "config.json: not valid JSON" in found(folder)[0]
     config.write_text("[]")
     assert "expected a JSON object" in found(folder)[0]
-    config.write_text('{"model_type": "llama"}')
-    assert "model_type is 'llama', expected one of nemotron_h, qwen3_moe" in found(folder)[0]
+    config.write_text('{"model_type": "gpt2"}')
+    assert "model_type is 'gpt2', expected one of nemotron_h, qwen3_moe, qwen3, llama; choose" in found(folder)[0]
     config.unlink()
     assert "cannot be read (No such file or directory)" in found(folder)[0]
 
