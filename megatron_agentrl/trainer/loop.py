@@ -29,6 +29,7 @@ from megatron_agentrl.recipe.schema import Dtype, Recipe
 from megatron_agentrl.trainer import canary, checkpoint
 from megatron_agentrl.trainer.batch import MicroBatch, rl_micro_batch, sft_micro_batch
 from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
+from megatron_agentrl.trainer.data_parallel import settle
 from megatron_agentrl.trainer.losses import rl_loss, sft_loss
 from megatron_agentrl.trainer.optimizer import build, learning_rate
 from megatron_agentrl.trainer.reference import Reference
@@ -193,6 +194,7 @@ def _reference(t: Trainer, resume_at: int | None) -> Reference | None:
     if t.recipe.algorithm.kl_coef == 0:
         return None
     folder = t.checkpoints / "reference"
+    settle(t.models)
     if resume_at is None:
         checkpoint.save_weights(folder, t.models)
     else:
@@ -220,6 +222,7 @@ def _rl_step(
     spool.close()
     temperature = recipe.sampling.temperature
     if reference is not None:
+        settle(t.models)
         with reference.active(t.models):
             for batch, logprobs_BT in zip(
                 micro_batches, forward_logprobs(t.models, micro_batches, temperature), strict=True
@@ -287,6 +290,7 @@ def publish_version(t: Trainer, version: int) -> None:
         WeightsNotServed: no engine holds proven weights, with each engine's numbers.
     """
     rows = canary.score(t.models, t.hf_config["vocab_size"], t.recipe.weights.canary_tokens, seed=t.recipe.seed)
+    settle(t.models)
     dtype = TORCH_DTYPE[t.recipe.rollout.dtype]
     tensors = iterate_hf(t.models, t.hf_config, t.rank, dtype)
     if not t.first:
@@ -352,6 +356,7 @@ def evaluate(t: Trainer, tag: str, version: int) -> None:
 
 
 def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
+    settle(t.models)
     with t.events.span("checkpoint", version=version):
         coordinator = t.coordinator
 
@@ -366,6 +371,7 @@ def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
 
 def export(t: Trainer, folder: Path) -> None:
     """Writes the model as a Hugging Face checkpoint. Collective."""
+    settle(t.models)
     tensors = iterate_hf(t.models, t.hf_config, t.rank, TORCH_DTYPE[t.recipe.model.dtype])
     with t.events.span("export"):
         save_hf(folder, Path(t.recipe.model.path), tensors)
