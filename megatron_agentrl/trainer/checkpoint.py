@@ -286,9 +286,7 @@ def _is_whole(optimizer: Any) -> bool:
     return not sharded and bool(inner) and not isinstance(inner[0], torch.optim.SGD)
 
 
-def _optimizer_state(
-    optimizer: Any, models: list[Any], model_state: dict[str, Any], loading: bool
-) -> dict[Any, Any]:
+def _optimizer_state(optimizer: Any, models: list[Any], model_state: dict[str, Any], loading: bool) -> dict[Any, Any]:
     """Sharded moments and float32 weights by parameter; everything else stays local to this process."""
     if _is_whole(optimizer):
         return whole_optimizer.sharded_state(_inner(optimizer), models, model_state)

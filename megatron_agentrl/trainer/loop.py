@@ -91,7 +91,7 @@ def warm_start(t: Trainer, demonstrations: EncodedDemonstrations) -> None:
         rows = demonstrations.batch(step - 1, ws.batch)
         tokens = sum(sum(mask[1:]) for _, mask in rows)  # the first id has nothing before it to be predicted from
         micro_batches = list(_sft_micro_batches(t, rows[t.rank.dp :: t.rank.dp_size]))
-        micro_batches += [_empty()] * (_largest(len(micro_batches)) - len(micro_batches))
+        micro_batches += [_empty()] * (_largest(t, len(micro_batches)) - len(micro_batches))
         result = train_step(t.models, optimizer, micro_batches, sft_loss, lr=lr, tokens=tokens, step=step)
         if t.metrics is not None:
             seconds = time.perf_counter() - t0
@@ -127,11 +127,11 @@ def _empty() -> MicroBatch:
     return rl_micro_batch([], 0, 0, 0)
 
 
-def _largest(count: int) -> int:
+def _largest(t: Trainer, count: int) -> int:
     """The largest count over the ranks: all must run that many micro-batches."""
     if dist.get_world_size() == 1:
         return count
-    largest = torch.tensor(count)
+    largest = torch.tensor(count, device=t.rank.device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
 

@@ -148,7 +148,7 @@ def run_cell(name: str, rank: Rank, sizes: Topology, plan: list[tuple[int, ...]]
                 found["gradient"] = gradient(chunks, name, rank)
         if opt is SGD:
             found["weights"] = gather(chunks, name, rank)
-            found["logprobs"] = forward_logprobs(chunks, batches)[0].tolist()
+            found["logprobs"] = forward_logprobs(chunks, batches)[0].tolist()  # the first micro-batch's
     return found
 
 
@@ -235,54 +235,66 @@ def start_processes(shared: Path, world: int, cells: list[str]) -> None:
     assert [process.returncode for process in started] == [0] * world, "\n".join(texts)[-6000:]
 
 
-def run(shared: Path, world: int, want: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Cell]:
-    """All cells of one world size, by (layout, model)."""
-    pairs = [(layout, name) for layout, sizes in LAYOUTS.items() if sizes.world == world for name in MODELS]
-    reasons = {pair: refusal(*pair) for pair in pairs}
-    start_processes(shared, world, [f"{layout}/{name}" for (layout, name), reason in reasons.items() if not reason])
-    return {
-        pair: Cell(reason=reason) if reason else compare(shared, *pair, want[pair[1]])
-        for pair, reason in reasons.items()
-    }
+def cells(world: int) -> list[tuple[str, str]]:
+    """(layout, model) of every cell of that many processes."""
+    return [(layout, name) for layout, sizes in LAYOUTS.items() if sizes.world == world for name in MODELS]
 
 
-def compare(shared: Path, layout: str, name: str, want: dict[str, Any]) -> Cell:
-    found = json.loads((shared / f"{layout}-{name}.json").read_text())
+def run(shared: Path, pairs: list[tuple[str, str]], want: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Cell]:
+    """The given cells: one start of processes for each world size, none for those that `check` refuses."""
+    found = {pair: Cell(reason=refusal(*pair)) for pair in pairs}
+    for world in sorted({LAYOUTS[layout].world for layout, _ in pairs}):
+        present = [pair for pair in pairs if LAYOUTS[pair[0]].world == world and not found[pair].reason]
+        if present:
+            start_processes(shared, world, ["/".join(pair) for pair in present])
+        for layout, name in present:
+            got = json.loads((shared / f"{layout}-{name}.json").read_text())
+            got |= {what: load_file(shared / f"{layout}-{name}-{what}") for what in ("gradient", "weights")}
+            found[layout, name] = compare(got, want[name], PLANS[dp_size(LAYOUTS[layout])][0][0])
+    return found
+
+
+def dp_size(sizes: Topology) -> int:
+    return sizes.world // (sizes.tp * sizes.pp * sizes.cp)
+
+
+def compare(got: dict[str, Any], want: dict[str, Any], rows: tuple[int, ...]) -> Cell:
+    """`rows` are those of the micro-batch whose logprobs were kept."""
 
     def gap(what: str, column: int) -> float:
-        return max(abs(got[column] / right[column] - 1) for got, right in zip(found[what], want[what], strict=True))
+        return max(abs(left[column] / right[column] - 1) for left, right in zip(got[what], want[what], strict=True))
 
     def tensor_gap(what: str) -> float:
-        got = load_file(shared / f"{layout}-{name}-{what}")
-        assert set(got) == set(want[what])
-        gaps = {}
+        assert set(got[what]) == set(want[what])
+        gaps = []
         for key, value in want[what].items():
-            scale = float(value.abs().max())
-            gaps[key] = float((got[key] - value).abs().max()) / scale if scale else float(got[key].abs().max())
-        return max(gaps.values())
+            # A gradient that is 0 throughout must be 0 here too.
+            gaps.append(float((got[what][key] - value).abs().max()) / (float(value.abs().max()) or 1.0))
+        return max(gaps)
 
-    rows = torch.tensor(found["logprobs"])
-    plan = PLANS[2 if LAYOUTS[layout].world > LAYOUTS[layout].tp * LAYOUTS[layout].pp else 1][0][0]
-    right = torch.tensor(want["logprobs"])[list(plan), : rows.shape[1]]
+    logprobs = torch.tensor(got["logprobs"])
     return Cell(
         loss=gap("sgd", 0),
         norm=gap("sgd", 1),
         adam=max(gap("adam", 0), gap("adam", 1)),
         gradient=tensor_gap("gradient"),
         weights=tensor_gap("weights"),
-        logprobs=float((rows - right).abs().max()),
+        logprobs=float((logprobs - torch.tensor(want["logprobs"])[list(rows), : logprobs.shape[1]]).abs().max()),
     )
 
 
-def table(cells: dict[tuple[str, str], Cell]) -> str:
+def table(found: dict[tuple[str, str], Cell]) -> str:
     """Markdown: a row a layout, a column a model, the largest difference in each cell; then the reasons."""
-    names = list(dict.fromkeys(name for _, name in cells))
+    names = list(dict.fromkeys(name for _, name in found))
     lines = ["| layout | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
     reasons: list[str] = []
-    for layout in dict.fromkeys(layout for layout, _ in cells):
+    for layout in dict.fromkeys(layout for layout, _ in found):
         row = []
         for name in names:
-            cell = cells[layout, name]
+            cell = found.get((layout, name))
+            if cell is None:
+                row.append("")
+                continue
             if cell.reason and cell.reason not in reasons:
                 reasons.append(cell.reason)
             row.append(f"refused ({reasons.index(cell.reason) + 1})" if cell.reason else f"{cell.worst:.0e}")
@@ -296,17 +308,11 @@ def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         worker(Path(sys.argv[2]), sys.argv[4:], sys.argv[3])
         return
-    if sys.argv[1:2] == ["--worlds"] and len(sys.argv) > 3:
-        for layout in [layout for layout in LAYOUTS if layout not in sys.argv[3].split(",")]:
-            del LAYOUTS[layout]
     worlds = [int(world) for world in sys.argv[2].split(",")] if sys.argv[1:2] == ["--worlds"] else [2, 3, 4]
     with tempfile.TemporaryDirectory() as folder:
         rank = topology.init(Topology(), seed=1, timeout=60)
         want = reference(Path(folder), rank)
-        cells: dict[tuple[str, str], Cell] = {}
-        for world in worlds:
-            cells |= run(Path(folder), world, want)
-        print(table(cells))
+        print(table(run(Path(folder), [pair for world in worlds for pair in cells(world)], want)))
         topology.shutdown()
 
 
