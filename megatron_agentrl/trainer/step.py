@@ -25,6 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.logprobs import token_logprobs
+from megatron_agentrl.trainer.micro_batches import conform
 from megatron_agentrl.trainer.optimizer import routers, set_learning_rate
 
 #: (logprobs_BT, micro-batch) -> (loss summed over trained tokens, metrics summed over them).
@@ -50,11 +51,17 @@ class StepResult:
 
 def is_empty(batch: MicroBatch) -> bool:
     """A micro-batch of weight 0: this rank has no rows for it but must take part."""
+    return _shapeless(batch) or int(batch.lengths_B.max()) < 2
+
+
+def _shapeless(batch: MicroBatch) -> bool:
     return batch.ids_BT.shape[0] == 0 or batch.ids_BT.shape[1] < 2
 
 
-def _stand_in(batch: MicroBatch) -> MicroBatch:
-    """One row of two padding tokens, for an empty micro-batch."""
+def _runnable(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch, or one row of two padding tokens where there is nothing to run."""
+    if not _shapeless(batch):
+        return batch
     device = batch.ids_BT.device
     return MicroBatch(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64), {})
 
@@ -92,13 +99,17 @@ def _run(models: list[Any], batches: list[MicroBatch], forward_step: Any, *, tra
     """megatron-core's schedule for this topology. Returns what the loss function gave, on the last stage."""
     iterators: list[Iterator[MicroBatch]] = [iter(batches) for _ in models]  # one a model chunk
     single = len(models) == 1
+    config = get_model_config(models[0])
+    length = max(1, max(batch.ids_BT.shape[1] for batch in batches) - 1)
+    if config.sequence_parallel:  # as `_forward` pads it
+        length += -length % config.tensor_model_parallel_size
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators[0] if single else iterators,
         model=models[0] if single else models,
         num_microbatches=len(batches),
-        # Without a pipeline these two are unused; with one, shapes travel with the tensors.
-        seq_length=max(1, max(batch.ids_BT.shape[1] for batch in batches) - 1),
+        # In force over a pipeline whose micro-batches all have one shape; else shapes travel with the tensors.
+        seq_length=length,
         micro_batch_size=max(1, batches[0].ids_BT.shape[0]),
         forward_only=not train,
         collect_non_loss_data=not train,
@@ -197,7 +208,7 @@ def train_step(
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         batch = next(batches)
         counted = not is_empty(batch)
-        batch = _to(batch if counted else _stand_in(batch), device)
+        batch = _to(_runnable(batch), device)
         return _forward(model, batch), partial(loss_of, batch, counted)
 
     def finalize(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
@@ -211,7 +222,7 @@ def train_step(
         chunk.train()
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    sums = _run(models, batches, forward_step, train=True)
+    sums = _run(models, conform(models, batches), forward_step, train=True)
     metrics = _over_ranks(sums)
     loss = metrics.pop("", 0.0) / tokens
 
@@ -249,16 +260,17 @@ def forward_logprobs(models: list[Any], batches: list[MicroBatch], temperature: 
         return _logprobs(logits, batch, temperature, vocab_size).cpu()
 
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
-        batch = next(batches)
-        batch = _to(_stand_in(batch) if is_empty(batch) else batch, device)
+        batch = _to(_runnable(next(batches)), device)
         return _forward(model, batch), partial(keep, batch)
 
-    results = _run(models, batches, forward_step, train=False)
+    results = _run(models, conform(models, batches), forward_step, train=False)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         results = _from_last_stage(results)
     return [
-        torch.zeros(batch.ids_BT.shape, dtype=torch.float32) if is_empty(batch) else result
-        for batch, result in zip(batches, results, strict=True)
+        torch.zeros(batch.ids_BT.shape, dtype=torch.float32)
+        if is_empty(batch)
+        else result[: batch.ids_BT.shape[0], : batch.ids_BT.shape[1]]
+        for batch, result in zip(batches, results, strict=False)  # `conform` adds micro-batches at the end
     ]
 
 
