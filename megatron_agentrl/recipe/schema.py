@@ -283,6 +283,8 @@ class Algorithm:
     """Upper bound of a negative-advantage token's loss in units of |advantage| (above 1); null sets none."""
     kl_coef: float = 0.0
     """Weight of the k3 KL to the reference policy (the weights the reinforcement phase started from)."""
+    entropy_coef: float = 0.0
+    """Weight of the policy's entropy (nats a trained token, at the sampling temperature), which the loss then rewards."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards within the batch. Learning must vanish."""
 
@@ -295,6 +297,9 @@ class Train:
     """Groups (prompts) per step."""
     micro_batch_tokens: int = 4096
     """Padded tokens (rows x longest row) one micro-batch may hold on a rank."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits exist in float32 at once while logprobs and their gradient are computed. Changes memory
+    (3 x this x vocabulary / tp x 4 bytes at most), no number."""
 
 
 @dataclass

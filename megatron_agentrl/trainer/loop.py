@@ -248,6 +248,7 @@ def _rl_step(
         tokens=plan["tokens"],
         temperature=temperature,
         step=version,
+        entropy=True,
     )
     flat = [r for g in plan["groups"] for r in g["rewards"]]
     return {

@@ -61,5 +61,6 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
                 model.rotary_pos_emb.inv_freq, **arch.rope_llama3
             )
         model.true_vocab_size = arch.vocab_size
+        model.logprob_chunk_tokens = recipe.train.logprob_chunk_tokens
         chunks.append(model.to(rank.device))
     return chunks

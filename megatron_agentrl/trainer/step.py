@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_agentrl.trainer.batch import MicroBatch
-from megatron_agentrl.trainer.logprobs import token_logprobs
+from megatron_agentrl.trainer.logprobs import token_logprobs, token_logprobs_and_entropy
 from megatron_agentrl.trainer.micro_batches import conform
 from megatron_agentrl.trainer.optimizer import routers, set_learning_rate
 
@@ -86,13 +86,24 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     return model(inputs.contiguous(), positions, None, padding_mask=padding.chunk(ranks, 1)[rank])
 
 
-def _logprobs(logits: torch.Tensor, batch: MicroBatch, temperature: float, vocab_size: int) -> torch.Tensor:
-    """logprobs_BT aligned with the ids, 0 at the first position and in the padding."""
+def _logprobs(
+    logits: torch.Tensor, batch: MicroBatch, temperature: float, model: torch.nn.Module, entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """logprobs_BT aligned with the ids and, where asked, the entropy_BT of the distributions they were picked from;
+    both 0 at the first position and in the padding."""
     group = parallel_state.get_tensor_model_parallel_group()
+    vocab_size, chunk_tokens = (get_attr_wrapped_model(model, x) for x in ("true_vocab_size", "logprob_chunk_tokens"))
     length = batch.ids_BT.shape[1]
-    lp = token_logprobs(logits[:, : length - 1], batch.ids_BT[:, 1:], temperature, vocab_size, group)
-    real = torch.arange(1, length, device=lp.device) < batch.lengths_B[:, None]
-    return torch.nn.functional.pad(torch.where(real, lp, 0.0), (1, 0))
+    real = torch.arange(1, length, device=logits.device) < batch.lengths_B[:, None]
+
+    def aligned(values: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(torch.where(real, values, 0.0), (1, 0))
+
+    given = logits[:, : length - 1], batch.ids_BT[:, 1:], temperature, vocab_size, group, chunk_tokens
+    if not entropy:
+        return aligned(token_logprobs(*given)), None
+    logprobs, entropies = token_logprobs_and_entropy(*given)
+    return aligned(logprobs), aligned(entropies)
 
 
 def _run(models: list[Any], batches: list[MicroBatch], forward_step: Any, *, train: bool) -> list[Any]:
@@ -171,6 +182,7 @@ def train_step(
     tokens: float,
     temperature: float = 1.0,
     step: int = 0,
+    entropy: bool = False,
 ) -> StepResult:
     """Forward, backward and one optimizer step over the global batch. Collective: every rank must call it.
 
@@ -183,6 +195,8 @@ def train_step(
             (rows without signal are left out of them but count).
         temperature: the logits are divided by it before the softmax.
         step: names the step in errors.
+        entropy: give the loss function a column `entropy`, float32 [B, T] in nats, differentiable: that of the
+            distribution each token was picked from, 0 at the first position and in the padding.
 
     Raises:
         NonFiniteGradient: the gradient norm is not finite. Parameters, optimizer state and router biases
@@ -193,10 +207,11 @@ def train_step(
         raise ValueError(f"step {step}: tokens={tokens}; a step needs at least one trained token")
     _check_counts(batches)
     config, device = get_model_config(models[0]), _device()
-    vocab_size = get_attr_wrapped_model(models[0], "true_vocab_size")
 
     def loss_of(batch: MicroBatch, counted: bool, logits: torch.Tensor) -> Any:
-        logprobs = _logprobs(logits, batch, temperature, vocab_size)
+        logprobs, entropy_BT = _logprobs(logits, batch, temperature, models[0], entropy)
+        if entropy_BT is not None:
+            batch.columns["entropy"] = entropy_BT  # the batch is this pass's own copy
         if counted:
             loss, metrics = loss_fn(logprobs, batch)
         else:
@@ -254,10 +269,9 @@ def forward_logprobs(models: list[Any], batches: list[MicroBatch], temperature: 
     """
     _check_counts(batches)
     device = _device()
-    vocab_size = get_attr_wrapped_model(models[0], "true_vocab_size")
 
     def keep(batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
-        return _logprobs(logits, batch, temperature, vocab_size).cpu()
+        return _logprobs(logits, batch, temperature, models[0])[0].cpu()
 
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         batch = _to(_runnable(next(batches)), device)
