@@ -168,7 +168,9 @@ def _summary(recipe: Recipe, config: dict, mode: str, data: list[str]) -> list[s
     lines = [f"model: {recipe.model.path}, {config['model_type']}, {count:,} parameters, {weights}"]
     if mode != "eval":
         dense = topology.world // (topology.tp * topology.pp * topology.cp)
-        lines.append(f"topology: {topology.world} trainer process(es): dp {dense}, ep {topology.ep}")
+        cut = {name: getattr(topology, name) for name in ("tp", "etp", "cp", "pp", "vpp")}
+        sizes = [f"dp {dense}", f"ep {topology.ep}", *(f"{name} {n}" for name, n in cut.items() if n and n > 1)]
+        lines.append(f"topology: {topology.world} trainer process(es): {', '.join(sizes)}")
     if mode in ("train", "eval"):
         lines.append(
             f"rollout: {recipe.rollout.replicas} engine(s), {recipe.agent.workers} worker(s) of {recipe.agent.cls}"

@@ -92,7 +92,8 @@ class Coordinator:
             micro_batch_tokens=recipe.train.micro_batch_tokens,
             multiple=topology.pp if topology.vpp > 1 else 1,
         )
-        self.keep_equal = recipe.algorithm.kl_coef > 0 or recipe.algorithm.shuffle_rewards
+        algorithm = recipe.algorithm
+        self.keep_equal = algorithm.kl_coef > 0 or algorithm.entropy_coef > 0 or algorithm.shuffle_rewards
         self.progress: dict[str, Any] = {}
         self.stopping = False
         self._reset()

@@ -52,6 +52,17 @@ class Schedule(str, Enum):
     cosine = "cosine"
 
 
+class Dispatcher(str, Enum):
+    alltoall = "alltoall"
+    allgather = "allgather"
+    flex = "flex"
+
+
+class FlexBackend(str, Enum):
+    deepep = "deepep"
+    hybridep = "hybridep"
+
+
 @dataclass
 class Model:
     path: str = "???"
@@ -73,7 +84,12 @@ class Topology:
     pp: int = 1
     """Pipeline-parallel size."""
     vpp: int = 1
-    """Virtual pipeline stages per rank."""
+    """Virtual pipeline stages per rank: the interleaved schedule, pp·vpp stages in all."""
+    first_stage_layers: int | None = None
+    """Layers of the first of the pp·vpp stages (the one with the embedding); null splits evenly. Layers are those of the
+    hybrid model: an attention with its MLP is two."""
+    last_stage_layers: int | None = None
+    """Layers of the last of the pp·vpp stages (the one with the output layer and the loss); null splits evenly."""
     cp: int = 1
     """Context-parallel size."""
     ep: int = 1
@@ -81,7 +97,24 @@ class Topology:
     etp: int | None = None
     """Expert-tensor-parallel size; null follows `tp`."""
     sequence_parallel: bool = False
-    """Shard activations along the sequence inside tensor-parallel groups (needs tp > 1)."""
+    """Shard activations along the sequence inside tensor-parallel groups (needs tp > 1; experts with tp > 1 need it)."""
+    tp_comm_overlap: bool = False
+    """Overlap tensor-parallel communication with the matrix products (Transformer Engine, with sequence_parallel)."""
+    dispatcher: Dispatcher = Dispatcher.alltoall
+    """How tokens reach their experts: `alltoall`, `allgather` (every rank sees all tokens), or `flex` (fused kernels of
+    `flex_backend`, GPUs only)."""
+    flex_backend: FlexBackend = FlexBackend.deepep
+    """Kernels of `dispatcher=flex`: `deepep` or `hybridep`."""
+    distributed_optimizer: bool = True
+    """Shard Adam's state (and a bf16 model's fp32 weights) over data-parallel ranks; false keeps all of it on each rank.
+    SGD has no state and is never sharded."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients bucket by bucket while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the next forward pass already runs (needs distributed_optimizer and
+    overlap_grad_reduce)."""
+    bucket_size: int | None = None
+    """Parameters of one overlapped bucket; null takes 1,000,000 a data-parallel rank, at least 40,000,000."""
     threads: int = 1
     """CPU threads of each trainer process."""
 
@@ -250,6 +283,8 @@ class Algorithm:
     """Upper bound of a negative-advantage token's loss in units of |advantage| (above 1); null sets none."""
     kl_coef: float = 0.0
     """Weight of the k3 KL to the reference policy (the weights the reinforcement phase started from)."""
+    entropy_coef: float = 0.0
+    """Weight of the policy's entropy (nats a trained token, at the sampling temperature), which the loss then rewards."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards within the batch. Learning must vanish."""
 
@@ -262,6 +297,9 @@ class Train:
     """Groups (prompts) per step."""
     micro_batch_tokens: int = 4096
     """Padded tokens (rows x longest row) one micro-batch may hold on a rank."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits exist in float32 at once while logprobs and their gradient are computed. Changes memory
+    (3 x this x vocabulary / tp x 4 bytes at most), no number."""
 
 
 @dataclass

@@ -20,7 +20,8 @@ from typing import Any
 from megatron_agentrl.recipe import model_rules
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.leaves import get
-from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source, Topology
+from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source
+from megatron_agentrl.recipe.topology_rules import data_parallel_problems, divisors, topology_problems
 
 MODES = ("train", "sft", "eval", "export")
 
@@ -38,6 +39,9 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "topology.tp": (1, None),
     "topology.pp": (1, None),
     "topology.vpp": (1, None),
+    "topology.first_stage_layers": (1, None),
+    "topology.last_stage_layers": (1, None),
+    "topology.bucket_size": (1, None),
     "topology.cp": (1, None),
     "topology.ep": (1, None),
     "topology.etp": (1, None),
@@ -66,9 +70,11 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "algorithm.clip_high": (0.0, None),
     "algorithm.importance_floor": (0.0, None),
     "algorithm.kl_coef": (0.0, None),
+    "algorithm.entropy_coef": (0.0, None),
     "train.steps": (1, None),
     "train.batch": (1, None),
     "train.micro_batch_tokens": (1, None),
+    "train.logprob_chunk_tokens": (1, None),
     "eval.every": (0, None),
     "eval.temperature": (0.0, None),
     "eval.size": (1, None),
@@ -132,6 +138,7 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
     if not found:
         config = read_config(recipe.model.path)
     yield from topology_problems(recipe.topology, config)
+    yield from data_parallel_problems(recipe)
     yield from _machine_problems(recipe, mode)
     yield from _engine_problems(recipe, config)
     yield from _algorithm_problems(recipe)
@@ -267,79 +274,7 @@ def _weight_file_problems(folder: Path) -> Iterator[str]:
         yield f"model.path={folder}: {len(missing)} of {len(files)} weight files are missing ({missing[0]}); {way_out}"
 
 
-# ---- topology --------------------------------------------------------------------------------------------------
-
-
-def topology_problems(topology: Topology, config: dict[str, Any] | None = None) -> Iterator[str]:
-    """Sizes that must divide one another, with the numbers; then what this release does not train with yet."""
-    found = list(_division_problems(topology, config or {}))
-    yield from found
-    if found:
-        return
-    unproven = {
-        "tp": topology.tp,
-        "pp": topology.pp,
-        "vpp": topology.vpp,
-        "cp": topology.cp,
-        "etp": topology.etp or 1,
-    }
-    for name, size in unproven.items():
-        if size > 1:
-            yield (
-                f"topology.{name}={size}: this release trains with world, ep and dp only (the publish of weights is "
-                f"proven for those); set topology.{name}=1"
-            )
-
-
-def _division_problems(topology: Topology, config: dict[str, Any]) -> Iterator[str]:
-    world, tp, pp, cp, ep = topology.world, topology.tp, topology.pp, topology.cp, topology.ep
-    etp = topology.etp if topology.etp is not None else tp
-    if world % (tp * pp * cp):
-        yield (
-            f"topology: tp·pp·cp = {tp}·{pp}·{cp} = {tp * pp * cp} does not divide world = {world}; "
-            f"set topology.world to a multiple of {tp * pp * cp}"
-        )
-    if world % (etp * ep * pp):
-        followed = f" (etp was not given and follows tp = {tp})" if topology.etp is None and tp > 1 else ""
-        fits = topology.etp is None and tp > 1 and world % (ep * pp) == 0
-        way_out = "topology.etp=1 would fit" if fits else f"set topology.world to a multiple of {etp * ep * pp}"
-        yield (
-            f"topology: etp·ep·pp = {etp}·{ep}·{pp} = {etp * ep * pp} does not divide world = {world}{followed}; "
-            f"{way_out}"
-        )
-    if topology.vpp > 1 and pp == 1:
-        yield f"topology.vpp={topology.vpp}: needs pp > 1, found pp=1; set topology.vpp=1"
-    if topology.sequence_parallel and tp == 1:
-        yield "topology.sequence_parallel=true: needs tp > 1, found tp=1; set topology.sequence_parallel=false"
-    yield from _shape_problems(topology, config)
-
-
-def _shape_problems(topology: Topology, config: dict[str, Any]) -> Iterator[str]:
-    tp, stages, ep = topology.tp, topology.pp * topology.vpp, topology.ep
-    experts = config.get("n_routed_experts") or config.get("num_experts") or config.get("num_local_experts")
-    layers = config.get("num_hidden_layers") or len(config.get("hybrid_override_pattern") or "")
-    for what, count in (
-        ("attention heads", config.get("num_attention_heads")),
-        ("Mamba heads", config.get("mamba_num_heads")),
-        ("Mamba groups", config.get("n_groups")),
-    ):
-        if count and count % tp:
-            yield f"topology.tp={tp}: the model has {count} {what}, which tp does not divide; {_divisors(count)}"
-    groups = config.get("num_key_value_heads")
-    if groups and groups % tp and tp % groups:
-        yield f"topology.tp={tp}: the model has {groups} key/value heads; expected a divisor or a multiple of {groups}"
-    if layers and layers % stages:
-        yield f"topology: pp·vpp = {stages} does not divide the model's {layers} layers; {_divisors(layers)}"
-    if ep > 1 and not experts:
-        if config:
-            yield f"topology.ep={ep}: the model has no experts; set topology.ep=1"
-    elif experts and experts % ep:
-        yield f"topology.ep={ep}: the model has {experts} experts, which ep does not divide; {_divisors(experts)}"
-
-
-def _divisors(number: int) -> str:
-    fitting = [str(size) for size in range(1, min(number, 64) + 1) if number % size == 0]
-    return f"sizes that fit: {', '.join(fitting)}"
+# ---- machine and engines ----------------------------------------------------------------------------------------
 
 
 def gpu_names(devices: Path = Path("/dev")) -> list[str]:
@@ -392,7 +327,7 @@ def _engine_problems(recipe: Recipe, config: dict[str, Any] | None) -> Iterator[
         )
     heads = (config or {}).get("num_attention_heads")
     if heads and heads % rollout.tp:
-        yield f"rollout.tp={rollout.tp}: the model has {heads} attention heads; {_divisors(heads)}"
+        yield f"rollout.tp={rollout.tp}: the model has {heads} attention heads; {divisors(heads)}"
 
 
 # ---- algorithm, lengths, optimizer ------------------------------------------------------------------------------

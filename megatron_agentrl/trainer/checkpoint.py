@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.optimizer import distrib_optimizer as _distrib
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_agentrl.trainer import whole_optimizer
 from megatron_agentrl.trainer.checkpoint_match import check_same_model
 from megatron_agentrl.trainer.optimizer import parts
 
@@ -79,7 +80,7 @@ def save(
     dist.barrier()
     _fill_state(optimizer)
     state = _model_state(models)
-    state["optimizer"] = _optimizer_state(optimizer, state, loading=False)
+    state["optimizer"] = _optimizer_state(optimizer, models, state, loading=False)
     state["rng"] = _rng_object(_rng_state())
     _write(state, tmp)
     if dist.get_rank() == 0:
@@ -106,14 +107,17 @@ def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
     state = _model_state(models)
     check_same_model(folder, state)
     _fill_state(optimizer)
-    state["optimizer"] = _optimizer_state(optimizer, state, loading=True)
+    state["optimizer"] = _optimizer_state(optimizer, models, state, loading=True)
     same_world = mark["world"] == dist.get_world_size()
     if same_world:
         state["rng"] = _rng_object(None)
     loaded = dist_checkpointing.load(state, str(folder))
     _put_model(models, loaded)
     if loaded.get("optimizer"):
-        optimizer.load_state_dict(loaded["optimizer"])
+        if _is_whole(optimizer):
+            whole_optimizer.put(_inner(optimizer), models, loaded["optimizer"])
+        else:
+            optimizer.load_state_dict(loaded["optimizer"])
         _set_adam_step(optimizer, mark["optimizer_step"])
     if same_world:
         _put_rng(loaded["rng"])
@@ -293,8 +297,17 @@ def _put_model(models: list[Any], loaded: dict[str, Any]) -> None:
             raise IncompleteCheckpoint(f"model chunk {index}: missing {missing}, unexpected {list(unexpected)}")
 
 
-def _optimizer_state(optimizer: Any, model_state: dict[str, Any], loading: bool) -> dict[Any, Any]:
+def _is_whole(optimizer: Any) -> bool:
+    """Whether this is an Adam whose state is not sharded over data-parallel ranks."""
+    inner = _inner(optimizer)
+    sharded = any(isinstance(part, _distrib.DistributedOptimizer) for part in parts(optimizer))
+    return not sharded and bool(inner) and not isinstance(inner[0], torch.optim.SGD)
+
+
+def _optimizer_state(optimizer: Any, models: list[Any], model_state: dict[str, Any], loading: bool) -> dict[Any, Any]:
     """Sharded moments and float32 weights by parameter; everything else stays local to this process."""
+    if _is_whole(optimizer):
+        return whole_optimizer.sharded_state(_inner(optimizer), models, model_state)
     if not any(isinstance(part, _distrib.DistributedOptimizer) for part in parts(optimizer)):
         return {}  # plain SGD on float32 weights keeps no state
     whole = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_metadata())

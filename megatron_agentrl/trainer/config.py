@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron_agentrl.recipe.schema import Dtype, Recipe, Topology
+from megatron_agentrl.recipe.schema import Dispatcher, Dtype, Recipe, Topology
 from megatron_agentrl.trainer.architectures import architecture
 
 
@@ -51,7 +51,13 @@ def parallelism(topology: Topology) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": topology.vpp if topology.vpp > 1 else None,
         "context_parallel_size": topology.cp,
         "sequence_parallel": topology.sequence_parallel,
-        "variable_seq_lengths": topology.pp > 1,
+        "tp_comm_overlap": topology.tp_comm_overlap,
+        # Shapes travel with the tensors, except where megatron-core refuses that: see `micro_batches.conform`.
+        "variable_seq_lengths": topology.pp > 1 and topology.dispatcher is not Dispatcher.allgather,
+        # A batch of sends and receives is matched by order. With interleaved stages over two ranks an activation
+        # and a gradient travel to the same peer in one batch, and megatron-core 0.19.2 would swap them.
+        "overlap_p2p_comm": topology.vpp > 1,
+        "batch_p2p_comm": topology.vpp == 1,
     }
 
 
@@ -77,7 +83,8 @@ def experts(topology: Topology, present: bool) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": topology.dispatcher.value,
+        "moe_flex_dispatcher_backend": topology.flex_backend.value,
     }
 
 

@@ -30,6 +30,7 @@ from megatron_agentrl.recipe.schema import Dtype, Recipe
 from megatron_agentrl.trainer import canary, checkpoint
 from megatron_agentrl.trainer.batch import MicroBatch, rl_micro_batch, sft_micro_batch
 from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
+from megatron_agentrl.trainer.data_parallel import settle
 from megatron_agentrl.trainer.losses import rl_loss, sft_loss
 from megatron_agentrl.trainer.optimizer import build, learning_rate
 from megatron_agentrl.trainer.reference import Reference
@@ -101,7 +102,7 @@ def _warm_start_step(t: Trainer, optimizer: Any, rows: list[tuple[list[int], lis
     lr = learning_rate(ws.optimizer, step, ws.steps)
     tokens = sum(sum(mask[1:]) for _, mask in rows)  # the first id has nothing before it to be predicted from
     micro_batches = list(_sft_micro_batches(t, rows[t.rank.dp :: t.rank.dp_size]))
-    micro_batches += [_empty()] * (_largest(len(micro_batches)) - len(micro_batches))
+    micro_batches += [_empty()] * (_largest(t, len(micro_batches)) - len(micro_batches))
     result = train_step(t.models, optimizer, micro_batches, sft_loss, lr=lr, tokens=tokens, step=step)
     if t.metrics is not None:
         seconds = time.perf_counter() - t0
@@ -137,11 +138,11 @@ def _empty() -> MicroBatch:
     return rl_micro_batch([], 0, 0, 0)
 
 
-def _largest(count: int) -> int:
+def _largest(t: Trainer, count: int) -> int:
     """The largest count over the ranks: all must run that many micro-batches."""
     if dist.get_world_size() == 1:
         return count
-    largest = torch.tensor(count)
+    largest = torch.tensor(count, device=t.rank.device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
 
@@ -204,6 +205,7 @@ def _reference(t: Trainer, resume_at: int | None) -> Reference | None:
     if t.recipe.algorithm.kl_coef == 0:
         return None
     folder = t.checkpoints / "reference"
+    settle(t.models)
     if resume_at is None:
         checkpoint.save_weights(folder, t.models)
     else:
@@ -231,6 +233,7 @@ def _rl_step(
     spool.close()
     temperature = recipe.sampling.temperature
     if reference is not None:
+        settle(t.models)
         with reference.active(t.models):
             for batch, logprobs_BT in zip(
                 micro_batches, forward_logprobs(t.models, micro_batches, temperature), strict=True
@@ -245,6 +248,7 @@ def _rl_step(
         tokens=plan["tokens"],
         temperature=temperature,
         step=version,
+        entropy=True,
     )
     flat = [r for g in plan["groups"] for r in g["rewards"]]
     return {
@@ -298,6 +302,7 @@ def publish_version(t: Trainer, version: int) -> None:
         WeightsNotServed: no engine holds proven weights, with each engine's numbers.
     """
     rows = canary.score(t.models, t.hf_config["vocab_size"], t.recipe.weights.canary_tokens, seed=t.recipe.seed)
+    settle(t.models)
     dtype = TORCH_DTYPE[t.recipe.rollout.dtype]
     tensors = iterate_hf(t.models, t.hf_config, t.rank, dtype)
     if not t.first:
@@ -361,6 +366,7 @@ def evaluate(t: Trainer, tag: str, version: int) -> None:
 
 
 def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
+    settle(t.models)
     with t.events.span("checkpoint", version=version):
         coordinator = t.coordinator
 
@@ -375,6 +381,7 @@ def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
 
 def export(t: Trainer, folder: Path) -> None:
     """Writes the model as a Hugging Face checkpoint. Collective."""
+    settle(t.models)
     tensors = iterate_hf(t.models, t.hf_config, t.rank, TORCH_DTYPE[t.recipe.model.dtype])
     with t.events.span("export"):
         save_hf(folder, Path(t.recipe.model.path), tensors)

@@ -31,7 +31,9 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
     """
     arch, config = architecture(hf), transformer_config(hf, recipe)
     spec = stack_spec(config, arch.mixer if "M" in arch.pattern else {})
-    stages = split_layers(len(arch.pattern), rank.pp_size * rank.vpp_size)
+    stages = split_layers(
+        len(arch.pattern), rank.pp_size * rank.vpp_size, rank.first_stage_layers, rank.last_stage_layers
+    )
     pattern = "|".join(arch.pattern[first:stop] for first, stop in stages)
     chunks = []
     for chunk in range(rank.vpp_size):
@@ -59,5 +61,6 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
                 model.rotary_pos_emb.inv_freq, **arch.rope_llama3
             )
         model.true_vocab_size = arch.vocab_size
+        model.logprob_chunk_tokens = recipe.train.logprob_chunk_tokens
         chunks.append(model.to(rank.device))
     return chunks

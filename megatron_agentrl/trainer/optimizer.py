@@ -12,14 +12,15 @@ import math
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer as _distrib
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_agentrl.recipe.schema import Optimizer, Schedule
+from megatron_agentrl.recipe.schema import Optimizer, Schedule, Topology
+from megatron_agentrl.trainer.data_parallel import bucket_size, ddp_config
 
 #: Parameters that stay in float32 in a bf16 model: the scan's decay is an exponential of an exponential.
 FLOAT32_PARAMETERS = ("A_log", "D", "dt_bias")
@@ -46,21 +47,21 @@ def learning_rate(opt: Optimizer, step: int, total: int) -> float:
     return opt.lr * (opt.min_lr_fraction + (1.0 - opt.min_lr_fraction) * share)
 
 
-def wrap(models: list[Any], opt: Optimizer) -> list[DistributedDataParallel]:
+def wrap(models: list[Any], opt: Optimizer, topology: Topology | None = None) -> list[DistributedDataParallel]:
     """Wrap model chunks for data parallelism. A model is wrapped once; `opt` says which kind of state it serves.
 
     The weights of data-parallel rank 0 are copied to the others, so that all start equal.
 
+    Args:
+        topology: whether state is sharded and what overlaps; None takes the recipe's defaults.
+
     Raises:
-        ValueError: an optimizer name other than adam or sgd.
+        ValueError: an optimizer name other than adam or sgd, or an overlap that it does not allow.
     """
-    config = get_model_config(models[0])
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=is_distributed(opt),
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        check_for_nan_in_grad=False,  # train_step checks the norm, and names the step
-    )
+    config, topology = get_model_config(models[0]), topology or Topology()
+    ddp = ddp_config(topology, sharded=is_distributed(opt) and topology.distributed_optimizer)
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     wrapped = []
     for chunk, model in enumerate(models):
         if config.bf16:
@@ -73,8 +74,8 @@ def wrap(models: list[Any], opt: Optimizer) -> list[DistributedDataParallel]:
         if ddp.use_distributed_optimizer:
             layout = _distrib.DistributedOptimizer.compute_full_param_layout(
                 [parameter for parameter in model.parameters() if parameter.requires_grad],
-                None,  # one bucket: gradients are reduced once, after the last micro-batch
-                parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+                bucket_size(ddp, ranks, chunk, pp_rank),
+                ranks,
                 ddp,
                 expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_world_size(),
             )
@@ -87,7 +88,7 @@ def wrap(models: list[Any], opt: Optimizer) -> list[DistributedDataParallel]:
 
 
 def is_distributed(opt: Optimizer) -> bool:
-    """Whether the optimizer's state is sharded over data-parallel ranks."""
+    """Whether the optimizer has state that can be sharded over data-parallel ranks."""
     if opt.name not in ("adam", "sgd"):
         raise ValueError(f"optimizer.name={opt.name!r} is not supported; supported: adam, sgd")
     return opt.name == "adam"
@@ -102,13 +103,13 @@ def build(models: list[DistributedDataParallel], opt: Optimizer) -> MegatronOpti
         ValueError: the chunks were wrapped for the other kind of optimizer state.
     """
     config = get_model_config(models[0])
-    distributed = is_distributed(opt)
-    if models[0].ddp_config.use_distributed_optimizer != distributed:
+    sharded = models[0].ddp_config.use_distributed_optimizer
+    if sharded and not is_distributed(opt):
         raise ValueError(
             f"optimizer.name={opt.name!r} cannot follow the optimizer that this model was wrapped for; "
             f"use the same name in warm_start.optimizer and optimizer"
         )
-    if config.bf16 and not distributed:
+    if config.bf16 and opt.name == "sgd":
         raise ValueError("optimizer.name='sgd' needs model.dtype=fp32: without state it keeps no float32 weights")
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -123,7 +124,8 @@ def build(models: list[DistributedDataParallel], opt: Optimizer) -> MegatronOpti
             clip_grad=opt.clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
-            use_distributed_optimizer=distributed,
+            use_distributed_optimizer=sharded,
+            overlap_param_gather=models[0].ddp_config.overlap_param_gather,
         ),
         models,
     )

@@ -24,7 +24,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_agentrl.trainer.batch import MicroBatch
-from megatron_agentrl.trainer.logprobs import token_logprobs
+from megatron_agentrl.trainer.logprobs import token_logprobs, token_logprobs_and_entropy
+from megatron_agentrl.trainer.micro_batches import conform
 from megatron_agentrl.trainer.optimizer import routers, set_learning_rate
 
 #: (logprobs_BT, micro-batch) -> (loss summed over trained tokens, metrics summed over them).
@@ -50,11 +51,17 @@ class StepResult:
 
 def is_empty(batch: MicroBatch) -> bool:
     """A micro-batch of weight 0: this rank has no rows for it but must take part."""
+    return _shapeless(batch) or int(batch.lengths_B.max()) < 2
+
+
+def _shapeless(batch: MicroBatch) -> bool:
     return batch.ids_BT.shape[0] == 0 or batch.ids_BT.shape[1] < 2
 
 
-def _stand_in(batch: MicroBatch) -> MicroBatch:
-    """One row of two padding tokens, for an empty micro-batch."""
+def _runnable(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch, or one row of two padding tokens where there is nothing to run."""
+    if not _shapeless(batch):
+        return batch
     device = batch.ids_BT.device
     return MicroBatch(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64), {})
 
@@ -79,26 +86,41 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     return model(inputs.contiguous(), positions, None, padding_mask=padding.chunk(ranks, 1)[rank])
 
 
-def _logprobs(logits: torch.Tensor, batch: MicroBatch, temperature: float, vocab_size: int) -> torch.Tensor:
-    """logprobs_BT aligned with the ids, 0 at the first position and in the padding."""
+def _logprobs(
+    logits: torch.Tensor, batch: MicroBatch, temperature: float, model: torch.nn.Module, entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """logprobs_BT aligned with the ids and, where asked, the entropy_BT of the distributions they were picked from;
+    both 0 at the first position and in the padding."""
     group = parallel_state.get_tensor_model_parallel_group()
+    vocab_size, chunk_tokens = (get_attr_wrapped_model(model, x) for x in ("true_vocab_size", "logprob_chunk_tokens"))
     length = batch.ids_BT.shape[1]
-    lp = token_logprobs(logits[:, : length - 1], batch.ids_BT[:, 1:], temperature, vocab_size, group)
-    real = torch.arange(1, length, device=lp.device) < batch.lengths_B[:, None]
-    return torch.nn.functional.pad(torch.where(real, lp, 0.0), (1, 0))
+    real = torch.arange(1, length, device=logits.device) < batch.lengths_B[:, None]
+
+    def aligned(values: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(torch.where(real, values, 0.0), (1, 0))
+
+    given = logits[:, : length - 1], batch.ids_BT[:, 1:], temperature, vocab_size, group, chunk_tokens
+    if not entropy:
+        return aligned(token_logprobs(*given)), None
+    logprobs, entropies = token_logprobs_and_entropy(*given)
+    return aligned(logprobs), aligned(entropies)
 
 
 def _run(models: list[Any], batches: list[MicroBatch], forward_step: Any, *, train: bool) -> list[Any]:
     """megatron-core's schedule for this topology. Returns what the loss function gave, on the last stage."""
     iterators: list[Iterator[MicroBatch]] = [iter(batches) for _ in models]  # one a model chunk
     single = len(models) == 1
+    config = get_model_config(models[0])
+    length = max(1, max(batch.ids_BT.shape[1] for batch in batches) - 1)
+    if config.sequence_parallel:  # as `_forward` pads it
+        length += -length % config.tensor_model_parallel_size
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators[0] if single else iterators,
         model=models[0] if single else models,
         num_microbatches=len(batches),
-        # Without a pipeline these two are unused; with one, shapes travel with the tensors.
-        seq_length=max(1, max(batch.ids_BT.shape[1] for batch in batches) - 1),
+        # In force over a pipeline whose micro-batches all have one shape; else shapes travel with the tensors.
+        seq_length=length,
         micro_batch_size=max(1, batches[0].ids_BT.shape[0]),
         forward_only=not train,
         collect_non_loss_data=not train,
@@ -160,6 +182,7 @@ def train_step(
     tokens: float,
     temperature: float = 1.0,
     step: int = 0,
+    entropy: bool = False,
 ) -> StepResult:
     """Forward, backward and one optimizer step over the global batch. Collective: every rank must call it.
 
@@ -172,6 +195,8 @@ def train_step(
             (rows without signal are left out of them but count).
         temperature: the logits are divided by it before the softmax.
         step: names the step in errors.
+        entropy: give the loss function a column `entropy`, float32 [B, T] in nats, differentiable: that of the
+            distribution each token was picked from, 0 at the first position and in the padding.
 
     Raises:
         NonFiniteGradient: the gradient norm is not finite. Parameters, optimizer state and router biases
@@ -182,10 +207,11 @@ def train_step(
         raise ValueError(f"step {step}: tokens={tokens}; a step needs at least one trained token")
     _check_counts(batches)
     config, device = get_model_config(models[0]), _device()
-    vocab_size = get_attr_wrapped_model(models[0], "true_vocab_size")
 
     def loss_of(batch: MicroBatch, counted: bool, logits: torch.Tensor) -> Any:
-        logprobs = _logprobs(logits, batch, temperature, vocab_size)
+        logprobs, entropy_BT = _logprobs(logits, batch, temperature, models[0], entropy)
+        if entropy_BT is not None:
+            batch.columns["entropy"] = entropy_BT  # the batch is this pass's own copy
         if counted:
             loss, metrics = loss_fn(logprobs, batch)
         else:
@@ -197,7 +223,7 @@ def train_step(
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         batch = next(batches)
         counted = not is_empty(batch)
-        batch = _to(batch if counted else _stand_in(batch), device)
+        batch = _to(_runnable(batch), device)
         return _forward(model, batch), partial(loss_of, batch, counted)
 
     def finalize(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
@@ -211,7 +237,7 @@ def train_step(
         chunk.train()
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    sums = _run(models, batches, forward_step, train=True)
+    sums = _run(models, conform(models, batches), forward_step, train=True)
     metrics = _over_ranks(sums)
     loss = metrics.pop("", 0.0) / tokens
 
@@ -243,22 +269,22 @@ def forward_logprobs(models: list[Any], batches: list[MicroBatch], temperature: 
     """
     _check_counts(batches)
     device = _device()
-    vocab_size = get_attr_wrapped_model(models[0], "true_vocab_size")
 
     def keep(batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
-        return _logprobs(logits, batch, temperature, vocab_size).cpu()
+        return _logprobs(logits, batch, temperature, models[0])[0].cpu()
 
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
-        batch = next(batches)
-        batch = _to(_stand_in(batch) if is_empty(batch) else batch, device)
+        batch = _to(_runnable(next(batches)), device)
         return _forward(model, batch), partial(keep, batch)
 
-    results = _run(models, batches, forward_step, train=False)
+    results = _run(models, conform(models, batches), forward_step, train=False)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         results = _from_last_stage(results)
     return [
-        torch.zeros(batch.ids_BT.shape, dtype=torch.float32) if is_empty(batch) else result
-        for batch, result in zip(batches, results, strict=True)
+        torch.zeros(batch.ids_BT.shape, dtype=torch.float32)
+        if is_empty(batch)
+        else result[: batch.ids_BT.shape[0], : batch.ids_BT.shape[1]]
+        for batch, result in zip(batches, results, strict=False)  # `conform` adds micro-batches at the end
     ]
 
 

@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 
 def grid_of(hf_config: Mapping[str, Any], rank: Rank) -> Grid:
     """The whole topology that `rank` belongs to, with the model's layers dealt to its pipeline stages."""
-    stages = split_layers(len(layer_pattern(hf_config)), rank.pp_size * rank.vpp_size)
+    layers, stage_count = len(layer_pattern(hf_config)), rank.pp_size * rank.vpp_size
+    stages = split_layers(layers, stage_count, rank.first_stage_layers, rank.last_stage_layers)
     return Grid(
         world=rank.world,
         stages=stages,

@@ -10,8 +10,7 @@ from quickstart_shape import CONFIG, write_model
 from megatron_agentrl.recipe.errors import RecipeError
 from megatron_agentrl.recipe.leaves import leaves
 from megatron_agentrl.recipe.load import load
-from megatron_agentrl.recipe.schema import Topology
-from megatron_agentrl.recipe.validate import POSITIVE, RANGES, gpu_names, problems, topology_problems, validate
+from megatron_agentrl.recipe.validate import POSITIVE, RANGES, gpu_names, problems, validate
 
 
 @pytest.fixture
@@ -197,34 +196,3 @@ def test_several_problems_are_all_reported(folder):
     with pytest.raises(RecipeError) as caught:
         validate(load(["recipe=good", "optimizer.name=x", "data.task=y"], folder / "recipes"))
     assert len(str(caught.value).splitlines()) == 2
-
-
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ({"world": 4, "pp": 2, "ep": 4, "etp": 1}, "etp·ep·pp = 1·4·2 = 8 does not divide world = 4"),
-        ({"world": 4, "tp": 2, "ep": 4}, "etp·ep·pp = 2·4·1 = 8 does not divide world = 4 (etp was not given and follows tp = 2); topology.etp=1 would fit"),
-        ({"world": 8, "tp": 3}, "tp·pp·cp = 3·1·1 = 3 does not divide world = 8"),
-        ({"world": 8, "tp": 8, "etp": 1}, "the model has 4 attention heads"),
-        ({"world": 5, "ep": 5}, "the model has 8 experts, which ep does not divide; sizes that fit: 1, 2, 4, 8"),
-        ({"world": 4, "pp": 4}, "pp·vpp = 4 does not divide the model's 6 layers"),
-        ({"world": 2, "vpp": 2}, "needs pp > 1"),
-        ({"world": 2, "sequence_parallel": True}, "needs tp > 1"),
-        ({"world": 4, "tp": 4, "etp": 1}, "the model has 2 Mamba groups"),
-    ],
-)  # fmt: skip
-def test_sizes_that_do_not_divide_are_refused_with_the_numbers(sizes, words):
-    lines = list(topology_problems(Topology(**sizes), CONFIG))
-    assert any(words in line for line in lines), lines
-
-
-@pytest.mark.parametrize("sizes", [{"world": 1}, {"world": 6}, {"world": 2, "ep": 2}, {"world": 4, "ep": 2}])
-def test_sizes_that_fit(sizes):
-    assert list(topology_problems(Topology(**sizes), CONFIG)) == []
-
-
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"tp": 2, "etp": 1}, {"pp": 2, "vpp": 3}])
-def test_legal_sizes_that_this_release_does_not_train_with_are_refused_as_that(sizes):
-    lines = list(topology_problems(Topology(world=2, **sizes), CONFIG))
-    assert lines
-    assert all("this release trains with world, ep and dp only" in line for line in lines)

@@ -15,7 +15,8 @@ from megatron_agentrl.trainer.weights_io import iterate_hf, load_hf, save_hf
 
 CONFIG = nemotron(hybrid_override_pattern="M-", n_groups=4)
 ONE = SimpleNamespace(
-    rank=0, world=1, tp=0, tp_size=1, pp=0, pp_size=1, vpp_size=1, cp_size=1, ep=0, ep_size=1, etp=0, etp_size=1
+    rank=0, world=1, tp=0, tp_size=1, pp=0, pp_size=1, vpp_size=1, cp_size=1, ep=0, ep_size=1, etp=0, etp_size=1,
+    first_stage_layers=None, last_stage_layers=None,
 )
 DOWN = "backbone.layers.1.mixer.down_proj.weight"
 INDEX = "model.safetensors.index.json"

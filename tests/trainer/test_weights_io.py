@@ -1,17 +1,15 @@
 """Layouts against megatron-core's own modules on every rank, and against transformers by logits."""
 
 import json
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
+from fake_world import as_rank
 from layout_configs import nemotron, numbered, qwen3_moe, whole
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from weights_worker import gather
 
 from megatron_agentrl.layout.megatron import hf_tensors, holders
@@ -27,27 +25,6 @@ TIED = qwen3_moe(tie_word_embeddings=True, num_key_value_heads=2)
 QWEN_TP4 = qwen3_moe(
     num_attention_heads=8, num_key_value_heads=2, mlp_only_layers=[2], intermediate_size=32, moe_intermediate_size=8
 )
-
-
-@contextmanager
-def as_rank(rank: int, sizes: Topology):
-    """This process as rank `rank` of a world that is not there: megatron-core builds real modules for it."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=sizes.world)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tp,
-        pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
-        context_parallel_size=sizes.cp,
-        expert_model_parallel_size=sizes.ep,
-        expert_tensor_parallel_size=sizes.etp,
-        create_gloo_process_groups=False,
-    )
-    topology.seed_everything(0)
-    try:
-        yield topology.current(vpp_size=sizes.vpp)
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 def recipe(sizes: Topology) -> Recipe:

@@ -36,6 +36,7 @@ class Theta(MegatronModule):
         )
         self.theta = torch.nn.Parameter(torch.ones(()))
         self.true_vocab_size = 2
+        self.logprob_chunk_tokens = 8
         self.model_type = ModelType.encoder_or_decoder
 
     def set_input_tensor(self, tensor: object) -> None:

@@ -69,5 +69,5 @@ def recipe(topology_: Topology | None = None) -> Recipe:
 def build(name: str, rank: Rank, opt: Optimizer, topology_: Topology | None = None):
     """(wrapped chunks, optimizer) of a toy model with seed 3."""
     topology.seed_everything(3)
-    chunks = optimizer.wrap(model.build((MODELS | FURTHER)[name], recipe(topology_), rank), opt)
+    chunks = optimizer.wrap(model.build((MODELS | FURTHER)[name], recipe(topology_), rank), opt, topology_)
     return chunks, optimizer.build(chunks, opt)
