@@ -28,7 +28,7 @@ LARGEST = 64
 def topology_problems(topology: Topology, config: dict[str, Any] | None = None) -> Iterator[str]:
     """What keeps `topology` from forming groups and, with the model's config.json, from cutting the model."""
     config = config or {}
-    yield from _group_problems(topology)
+    yield from group_problems(topology)
     yield from _pipeline_problems(topology, config)
     if config:
         yield from _tensor_problems(topology, config)
@@ -64,7 +64,8 @@ def data_parallel_problems(recipe: Recipe) -> Iterator[str]:
 # ---- groups ----------------------------------------------------------------------------------------------------
 
 
-def _group_problems(topology: Topology) -> Iterator[str]:
+def group_problems(topology: Topology) -> Iterator[str]:
+    """Sizes that cannot form process groups, whatever the model."""
     world, tp, pp, cp, ep = topology.world, topology.tp, topology.pp, topology.cp, topology.ep
     etp = topology.etp if topology.etp is not None else tp
     if world % (tp * pp * cp):
