@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_agentrl.cpu import cuda, mamba
+from megatron_agentrl.cpu import cuda, mamba, packed
 
 _installed = False
 
@@ -46,6 +46,7 @@ def install() -> bool:
     _provide_modules()
     _patch_collectives()
     _patch_megatron()
+    packed.install()
     _installed = True
     return True
 

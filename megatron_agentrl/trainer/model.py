@@ -54,6 +54,6 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
         for module in model.modules():
             if type(module).__name__ == "ExtendedRMSNorm":  # the mixer's gated norm has a fixed epsilon
                 module.eps = arch.mixer_norm_eps
-        model.true_vocab_size = arch.vocab_size
+        model.true_vocab_size, model.packing = arch.vocab_size, recipe.train.packing
         chunks.append(model.to(rank.device))
     return chunks

@@ -26,6 +26,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.logprobs import token_logprobs
 from megatron_agentrl.trainer.optimizer import routers, set_learning_rate
+from megatron_agentrl.trainer.sequence_layout import SequenceLayout, lay_out
 
 #: (logprobs_BT, micro-batch) -> (loss summed over trained tokens, metrics summed over them).
 #: logprobs_BT[b, t] is the logprob of ids_BT[b, t]; column 0 is 0 and must be masked.
@@ -53,10 +54,9 @@ def is_empty(batch: MicroBatch) -> bool:
     return batch.ids_BT.shape[0] == 0 or batch.ids_BT.shape[1] < 2
 
 
-def _stand_in(batch: MicroBatch) -> MicroBatch:
+def _stand_in() -> MicroBatch:
     """One row of two padding tokens, for an empty micro-batch."""
-    device = batch.ids_BT.device
-    return MicroBatch(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64), {})
+    return MicroBatch(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), {})
 
 
 def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -64,28 +64,34 @@ def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return MicroBatch(batch.ids_BT.to(device), batch.lengths_B.to(device), columns)
 
 
-def _forward(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """Run the model on all tokens but the last of each row: logits [B, >= T-1, V] on the last stage."""
-    inputs = batch.ids_BT[:, :-1]
-    ranks, rank = 1, 0
+def _lay_out(model: torch.nn.Module, batch: MicroBatch, device: torch.device) -> SequenceLayout:
+    """Where this rank's model finds the tokens of a micro-batch that lies on the CPU."""
+    return lay_out(
+        batch,
+        packing=get_attr_wrapped_model(model, "packing"),
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=get_model_config(model).sequence_parallel,
+        cp=parallel_state.get_context_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+    ).to(device)
+
+
+def _forward(model: torch.nn.Module, layout: SequenceLayout) -> torch.Tensor:
+    """Run the model on this rank's positions: logits [R, L, V] on the last stage."""
+    padding = layout.padding_RL  # True is what must not count for the router's bias
     if get_model_config(model).sequence_parallel:  # the sequence is cut over the tensor-parallel ranks
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        inputs = torch.nn.functional.pad(inputs, (0, -inputs.shape[1] % ranks))
-    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs).contiguous()
-    # True is what must not count for the router's bias. A row's last token predicts nothing: in the longest
-    # row it is no input at all, so counting it in the others would make the bias depend on the grouping.
-    padding = positions >= batch.lengths_B[:, None] - 1
-    return model(inputs.contiguous(), positions, None, padding_mask=padding.chunk(ranks, 1)[rank])
+        padding = padding.chunk(ranks, 1)[parallel_state.get_tensor_model_parallel_rank()]
+    return model(
+        layout.ids_RL, layout.positions_RL, None, packed_seq_params=layout.packed, padding_mask=padding.contiguous()
+    )
 
 
-def _logprobs(logits: torch.Tensor, batch: MicroBatch, temperature: float, vocab_size: int) -> torch.Tensor:
-    """logprobs_BT aligned with the ids, 0 at the first position and in the padding."""
+def _logprobs(logits: torch.Tensor, layout: SequenceLayout, temperature: float, vocab_size: int) -> torch.Tensor:
+    """logprobs_BT aligned with the ids, 0 at the first position and in the padding; whole on every rank."""
     group = parallel_state.get_tensor_model_parallel_group()
-    length = batch.ids_BT.shape[1]
-    lp = token_logprobs(logits[:, : length - 1], batch.ids_BT[:, 1:], temperature, vocab_size, group)
-    real = torch.arange(1, length, device=lp.device) < batch.lengths_B[:, None]
-    return torch.nn.functional.pad(torch.where(real, lp, 0.0), (1, 0))
+    logprobs_RL = token_logprobs(logits, layout.targets_RL, temperature, vocab_size, group)
+    return layout.to_rows(logprobs_RL, parallel_state.get_context_parallel_group())
 
 
 def _run(models: list[Any], batches: list[MicroBatch], forward_step: Any, *, train: bool) -> list[Any]:
@@ -138,7 +144,7 @@ def _over_ranks(sums: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     own: dict[str, float] = {}
     for metrics in sums:
         _reduce(own, metrics)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group = parallel_state.get_data_parallel_group()  # context-parallel ranks hold the same rows
     total: dict[str, float] = {}
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         gathered: list[Any] = [None] * group.size()
@@ -184,8 +190,8 @@ def train_step(
     config, device = get_model_config(models[0]), _device()
     vocab_size = get_attr_wrapped_model(models[0], "true_vocab_size")
 
-    def loss_of(batch: MicroBatch, counted: bool, logits: torch.Tensor) -> Any:
-        logprobs = _logprobs(logits, batch, temperature, vocab_size)
+    def loss_of(batch: MicroBatch, layout: SequenceLayout, counted: bool, logits: torch.Tensor) -> Any:
+        logprobs = _logprobs(logits, layout, temperature, vocab_size)
         if counted:
             loss, metrics = loss_fn(logprobs, batch)
         else:
@@ -197,8 +203,9 @@ def train_step(
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         batch = next(batches)
         counted = not is_empty(batch)
-        batch = _to(batch if counted else _stand_in(batch), device)
-        return _forward(model, batch), partial(loss_of, batch, counted)
+        batch = batch if counted else _stand_in()
+        layout = _lay_out(model, batch, device)
+        return _forward(model, layout), partial(loss_of, _to(batch, device), layout, counted)
 
     def finalize(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
         finalize_model_grads(chunks, None, **kwargs)
@@ -245,13 +252,13 @@ def forward_logprobs(models: list[Any], batches: list[MicroBatch], temperature: 
     device = _device()
     vocab_size = get_attr_wrapped_model(models[0], "true_vocab_size")
 
-    def keep(batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
-        return _logprobs(logits, batch, temperature, vocab_size).cpu()
+    def keep(layout: SequenceLayout, logits: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
+        return _logprobs(logits, layout, temperature, vocab_size).cpu()
 
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         batch = next(batches)
-        batch = _to(_stand_in(batch) if is_empty(batch) else batch, device)
-        return _forward(model, batch), partial(keep, batch)
+        layout = _lay_out(model, _stand_in() if is_empty(batch) else batch, device)
+        return _forward(model, layout), partial(keep, layout)
 
     results = _run(models, batches, forward_step, train=False)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:

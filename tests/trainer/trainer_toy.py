@@ -48,14 +48,14 @@ def negative_logprob(logprobs_BT: torch.Tensor, batch: MicroBatch) -> tuple[torc
     return -(logprobs_BT * mask).sum(), {"tokens": mask.sum()}
 
 
-def recipe(topology_: Topology | None = None) -> Recipe:
+def recipe(topology_: Topology | None = None, packing: bool = False) -> Recipe:
     made = Recipe()
-    made.topology = topology_ or Topology()
+    made.topology, made.train.packing = topology_ or Topology(), packing
     return made
 
 
-def build(name: str, rank: Rank, opt: Optimizer, topology_: Topology | None = None):
+def build(name: str, rank: Rank, opt: Optimizer, topology_: Topology | None = None, packing: bool = False):
     """(wrapped chunks, optimizer) of a toy model with seed 3."""
     topology.seed_everything(3)
-    chunks = optimizer.wrap(model.build(MODELS[name], recipe(topology_), rank), opt)
+    chunks = optimizer.wrap(model.build(MODELS[name], recipe(topology_, packing), rank), opt)
     return chunks, optimizer.build(chunks, opt)
