@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.leaves import get
+from megatron_agentrl.recipe.packing_rules import context_parallel_problems
 from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source, Topology
 
 MODES = ("train", "sft", "eval", "export")
@@ -250,13 +251,12 @@ def topology_problems(topology: Topology, config: dict[str, Any] | None = None) 
         "tp": topology.tp,
         "pp": topology.pp,
         "vpp": topology.vpp,
-        "cp": topology.cp,
         "etp": topology.etp or 1,
     }
     for name, size in unproven.items():
         if size > 1:
             yield (
-                f"topology.{name}={size}: this release trains with world, ep and dp only (the publish of weights is "
+                f"topology.{name}={size}: this release trains with world, cp, ep and dp only (the publish of weights is "
                 f"proven for those); set topology.{name}=1"
             )
 
@@ -282,6 +282,7 @@ def _division_problems(topology: Topology, config: dict[str, Any]) -> Iterator[s
     if topology.sequence_parallel and tp == 1:
         yield "topology.sequence_parallel=true: needs tp > 1, found tp=1; set topology.sequence_parallel=false"
     yield from _shape_problems(topology, config)
+    yield from context_parallel_problems(topology, config)
 
 
 def _shape_problems(topology: Topology, config: dict[str, Any]) -> Iterator[str]:

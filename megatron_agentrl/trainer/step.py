@@ -64,11 +64,13 @@ def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return MicroBatch(batch.ids_BT.to(device), batch.lengths_B.to(device), columns)
 
 
-def _lay_out(model: torch.nn.Module, batch: MicroBatch, device: torch.device) -> SequenceLayout:
+def _lay_out(
+    model: torch.nn.Module, batch: MicroBatch, device: torch.device, packing: bool | None = None
+) -> SequenceLayout:
     """Where this rank's model finds the tokens of a micro-batch that lies on the CPU."""
     return lay_out(
         batch,
-        packing=get_attr_wrapped_model(model, "packing"),
+        packing=get_attr_wrapped_model(model, "packing") if packing is None else packing,
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         sequence_parallel=get_model_config(model).sequence_parallel,
         cp=parallel_state.get_context_parallel_world_size(),
@@ -239,11 +241,13 @@ def train_step(
 
 
 @torch.no_grad()
-def forward_logprobs(models: list[Any], batches: list[MicroBatch], temperature: float = 1.0) -> list[torch.Tensor]:
+def forward_logprobs(
+    models: list[Any], batches: list[MicroBatch], temperature: float = 1.0, packing: bool | None = None
+) -> list[torch.Tensor]:
     """Logprobs of the given tokens under the present weights, by the same path as training. Collective.
 
-    Returns one float32 [B, T] on the CPU per micro-batch (0 at the first position and in the padding; [B, T]
-    of zeros for an empty one), on every pipeline stage.
+    `packing` says how rows lie in the model's input; None is the recipe's way. Returns one float32 [B, T] on the CPU
+    per micro-batch (0 at the first position and in the padding; [B, T] of zeros for an empty one), on every rank.
 
     Raises:
         ValueError: the ranks disagree on the number of micro-batches.
@@ -257,7 +261,7 @@ def forward_logprobs(models: list[Any], batches: list[MicroBatch], temperature: 
 
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         batch = next(batches)
-        layout = _lay_out(model, _stand_in() if is_empty(batch) else batch, device)
+        layout = _lay_out(model, _stand_in() if is_empty(batch) else batch, device, packing)
         return _forward(model, layout), partial(keep, layout)
 
     results = _run(models, batches, forward_step, train=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.losses import rl_loss
 from megatron_agentrl.trainer.step import forward_logprobs, train_step
 from megatron_agentrl.trainer.topology import Rank
+
+#: Fills a rank's chunks with weights.
+Load = Callable[[list[Any]], None]
 
 #: Data-parallel size -> rank -> micro-batches of rows; lengths differ inside each, and one is empty.
 PLANS = {1: [[(0, 1, 2, 3, 4), (), (5,)]], 2: [[(0, 1, 2, 3), (4,)], [(5,), ()]]}
@@ -46,21 +50,30 @@ def tensors_of(chunks: list[Any], rank: Rank, read: Any) -> dict[str, torch.Tens
     return found
 
 
-def measure(name: str, rank: Rank, topo: Topology, packing: bool, start: dict[str, torch.Tensor] | None) -> dict:
+def copied(rank: Rank, start: dict[str, torch.Tensor]) -> Load:
+    """Puts the weights of one process into the model of a rank that holds whole parameters."""
+
+    def load(chunks: list[Any]) -> None:
+        names = tensors_of(chunks, rank, lambda p: p)
+        with torch.no_grad():
+            for key, parameter in zip(names, chunks[0].module.parameters(), strict=True):
+                parameter.copy_(start[key])
+
+    return load
+
+
+def measure(name: str, rank: Rank, topo: Topology, packing: bool, load: Load | None = None) -> dict:
     """Four SGD steps (losses, norms, first gradients, end weights), four Adam steps, one reinforcement step.
 
     Args:
-        start: parameters to begin with, under the names of one process; None keeps the seed's.
+        load: puts the weights to begin with into the chunks; None keeps the seed's.
     """
     plan = PLANS[rank.dp_size][rank.dp]
 
     def built(opt: Any) -> tuple[list[Any], Any]:
         chunks, _ = made = toy.build(name, rank, opt, topo, packing)
-        if start is not None:
-            present = tensors_of(chunks, rank, lambda p: p)
-            with torch.no_grad():
-                for key, parameter in zip(present, chunks[0].module.parameters(), strict=True):
-                    parameter.copy_(start[key])
+        if load is not None:
+            load(chunks)
             made[1].reload_model_params()
         return made
 
@@ -72,7 +85,7 @@ def measure(name: str, rank: Rank, topo: Topology, packing: bool, start: dict[st
         if adam:
             chunks, opt = built(toy.ADAM)
         for step in range(1, 5):
-            lr = 1e-2 if adam else 0.1
+            lr = 1e-3 if adam else 0.1
             result = train_step(chunks, opt, batches, toy.negative_logprob, lr=lr, tokens=toy.TOKENS, step=step)
             found.setdefault(kind, []).append([result.loss, result.grad_norm, result.metrics["tokens"]])
             if step == 1 and not adam:
