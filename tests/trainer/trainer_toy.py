@@ -23,6 +23,8 @@ QWEN = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 MODELS = {"nemotron": NEMOTRON, "qwen": QWEN}
+#: Eight Mamba heads, for tensor-parallel ranks that share theirs once more over context-parallel ones.
+OTHERS = {"wide": NEMOTRON | {"mamba_num_heads": 8}}
 
 LENGTHS = (9, 7, 5, 11, 4, 8)
 TOKENS = float(sum(LENGTHS) - len(LENGTHS))
@@ -57,5 +59,5 @@ def recipe(topology_: Topology | None = None, packing: bool = False) -> Recipe:
 def build(name: str, rank: Rank, opt: Optimizer, topology_: Topology | None = None, packing: bool = False):
     """(wrapped chunks, optimizer) of a toy model with seed 3."""
     topology.seed_everything(3)
-    chunks = optimizer.wrap(model.build(MODELS[name], recipe(topology_, packing), rank), opt)
+    chunks = optimizer.wrap(model.build((MODELS | OTHERS)[name], recipe(topology_, packing), rank), opt)
     return chunks, optimizer.build(chunks, opt)
