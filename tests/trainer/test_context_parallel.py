@@ -18,7 +18,7 @@ from megatron_agentrl.trainer import checkpoint
 from megatron_agentrl.trainer.weights_io import iterate_hf
 
 HERE = Path(__file__).parent
-STARTUP = 300  # seconds
+STARTUP = 240  # seconds
 LAYOUTS = pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 
 
