@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_agentrl.cpu import cuda, mamba
+from megatron_agentrl.cpu import cuda, mamba, packed
 
 _installed = False
 
@@ -47,6 +47,7 @@ def install() -> bool:
     _provide_modules()
     _patch_collectives()
     _patch_megatron()
+    packed.install()
     _installed = True
     return True
 

@@ -296,7 +296,10 @@ class Train:
     batch: int = 16
     """Groups (prompts) per step."""
     micro_batch_tokens: int = 4096
-    """Padded tokens (rows x longest row) one micro-batch may hold on a rank."""
+    """Padded tokens (rows x longest row; with `packing` the packed row) one micro-batch may hold on a
+    data-parallel rank. Under context parallelism its ranks share them."""
+    packing: bool = False
+    """Put a micro-batch's rows one after another into one row of tokens instead of padding each to the longest."""
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist in float32 at once while logprobs and their gradient are computed. Changes memory
     (3 x this x vocabulary / tp x 4 bytes at most), no number."""

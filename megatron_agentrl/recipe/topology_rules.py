@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
+from megatron_agentrl.recipe.packing_rules import context_parallel_problems
 from megatron_agentrl.recipe.schema import Dispatcher, Recipe, Topology
 
 #: Letters of a hybrid pattern, and the words that newer configs use for them.
@@ -34,8 +35,7 @@ def topology_problems(topology: Topology, config: dict[str, Any] | None = None) 
         yield from _tensor_problems(topology, config)
         yield from _expert_problems(topology, config)
     yield from _communication_problems(topology)
-    if topology.cp > 1:
-        yield f"topology.cp={topology.cp}: this release does not cut sequences over ranks; set topology.cp=1"
+    yield from context_parallel_problems(topology, config)
 
 
 def data_parallel_problems(recipe: Recipe) -> Iterator[str]:

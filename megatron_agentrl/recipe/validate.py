@@ -20,6 +20,7 @@ from typing import Any
 from megatron_agentrl.recipe import model_rules
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.leaves import get
+from megatron_agentrl.recipe.packing_rules import packing_problems
 from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source
 from megatron_agentrl.recipe.topology_rules import data_parallel_problems, divisors, topology_problems
 
@@ -139,6 +140,7 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
         config = read_config(recipe.model.path)
     yield from topology_problems(recipe.topology, config)
     yield from data_parallel_problems(recipe)
+    yield from packing_problems(recipe)
     yield from _machine_problems(recipe, mode)
     yield from _engine_problems(recipe, config)
     yield from _algorithm_problems(recipe)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_agentrl.algorithm.advantages import group_advantages
 from megatron_agentrl.data.encoded import EncodedDemonstrations
+from megatron_agentrl.data.packing import first_fit, multiples_of
 from megatron_agentrl.layout.megatron import fp32_tensors, hf_tensors
 from megatron_agentrl.observe.events import EventLog
 from megatron_agentrl.observe.metrics import MetricsWriter
@@ -122,7 +123,12 @@ def _warm_start_step(t: Trainer, optimizer: Any, rows: list[tuple[list[int], lis
 
 
 def _sft_micro_batches(t: Trainer, rows: list[tuple[list[int], list[int]]]) -> Iterator[MicroBatch]:
-    """Rows in order of length, cut so that rows x longest stays within the recipe's micro-batch."""
+    """Rows in micro-batches within the recipe's bound: packed, or in order of length so that little is padded."""
+    if t.recipe.train.packing:
+        lengths = [[len(ids)] for ids, _ in rows]
+        for indices in first_fit(lengths, t.recipe.train.micro_batch_tokens, multiples_of(t.recipe.topology)):
+            yield sft_micro_batch([rows[index] for index in indices], t.pad_id)
+        return
     chunk: list[tuple[list[int], list[int]]] = []
     for row in sorted(rows, key=lambda r: len(r[0])):
         if chunk and (len(chunk) + 1) * len(row[0]) > t.recipe.train.micro_batch_tokens:

@@ -35,6 +35,8 @@ DENSE = LLAMA | {"model_type": "qwen3", "rope_parameters": None, "rope_theta": 1
 #: The two that every parallel case runs on, and those that run where their architecture matters.
 MODELS = {"nemotron": NEMOTRON, "qwen": QWEN}
 FURTHER = {"latent": LATENT, "llama": LLAMA, "qwen3": DENSE}
+#: Eight Mamba heads, for tensor-parallel ranks that share theirs once more over context-parallel ones.
+OTHERS = {"wide": NEMOTRON | {"mamba_num_heads": 8}}
 
 LENGTHS = (9, 7, 5, 11, 4, 8)
 TOKENS = float(sum(LENGTHS) - len(LENGTHS))
@@ -60,14 +62,14 @@ def negative_logprob(logprobs_BT: torch.Tensor, batch: MicroBatch) -> tuple[torc
     return -(logprobs_BT * mask).sum(), {"tokens": mask.sum()}
 
 
-def recipe(topology_: Topology | None = None) -> Recipe:
+def recipe(topology_: Topology | None = None, packing: bool = False) -> Recipe:
     made = Recipe()
-    made.topology = topology_ or Topology()
+    made.topology, made.train.packing = topology_ or Topology(), packing
     return made
 
 
-def build(name: str, rank: Rank, opt: Optimizer, topology_: Topology | None = None):
+def build(name: str, rank: Rank, opt: Optimizer, topology_: Topology | None = None, packing: bool = False):
     """(wrapped chunks, optimizer) of a toy model with seed 3."""
     topology.seed_everything(3)
-    chunks = optimizer.wrap(model.build((MODELS | FURTHER)[name], recipe(topology_), rank), opt, topology_)
+    chunks = optimizer.wrap(model.build((MODELS | FURTHER | OTHERS)[name], recipe(topology_, packing), rank), opt, topology_)
     return chunks, optimizer.build(chunks, opt)
