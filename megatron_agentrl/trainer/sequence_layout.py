@@ -11,6 +11,7 @@ of one rank. A row's last token predicts nothing, so a row of n tokens has n - 1
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -51,7 +52,7 @@ class SequenceLayout:
 
     def to(self, device: torch.device) -> SequenceLayout:
         """The same layout on another device."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{k: v.to(device, non_blocking=True) for k, v in found.items() if torch.is_tensor(v)})
 
     @property

@@ -194,7 +194,9 @@ def test_sizes_that_do_not_divide_are_refused_with_the_numbers(sizes, words):
     assert any(words in line for line in lines), lines
 
 
-@pytest.mark.parametrize("sizes", [{"world": 1}, {"world": 6}, {"world": 2, "cp": 2}, {"world": 2, "ep": 2}, {"world": 4, "ep": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"world": 1}, {"world": 6}, {"world": 2, "cp": 2}, {"world": 2, "ep": 2}, {"world": 4, "ep": 2}]
+)
 def test_sizes_that_fit(sizes):
     assert list(topology_problems(Topology(**sizes), CONFIG)) == []
 
