@@ -128,7 +128,9 @@ def test_packed_rows_share_a_micro_batch_by_what_they_hold():
     assert [[row.member for row in part] for part in padded.ranks[0]] == [[0], [3], [2], [1]]
     assert [[row.member for row in part] for part in packed.ranks[0]] == [[0, 1], [3, 2]]
     assert packed.padding == 0.0
-    cut = plan_batch([group(0, receipt("t000000", 0, lengths=[6, 3]))], 0, 0, Shape(1, 48, packing=Multiples(4, 8)), True)
+    cut = plan_batch(
+        [group(0, receipt("t000000", 0, lengths=[6, 3]))], 0, 0, Shape(1, 48, packing=Multiples(4, 8)), True
+    )
     assert cut.padding == pytest.approx(9 / 16)  # 5 and 2 positions in 8 and 4, and 16 in all
 
 

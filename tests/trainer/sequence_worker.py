@@ -48,7 +48,9 @@ def main() -> None:
                 found = measure(name, rank, topo, packing, load)
                 torch.save(found, shared / f"{case}-{name}-{packing}-{rank.rank}.pt")
         if case == "cp2":  # what a publish sends: whole tensors on rank 0, from ranks that hold copies
-            sent = weights_io.iterate_hf(toy.build("nemotron", rank, toy.SGD, topo)[0], toy.NEMOTRON, rank, torch.float32)
+            sent = weights_io.iterate_hf(
+                toy.build("nemotron", rank, toy.SGD, topo)[0], toy.NEMOTRON, rank, torch.float32
+            )
             torch.save({key: tensor for key, tensor in sent if tensor is not None}, shared / f"sent-{rank.rank}.pt")
         topology.shutdown()
 

@@ -73,7 +73,9 @@ def rows_of(lengths: list[int]) -> list[tuple[list[int], list[int]]]:
 
 
 @settings(max_examples=12, deadline=None)
-@given(data=st.data(), lengths=st.lists(st.integers(1, 24), min_size=1, max_size=7), name=st.sampled_from(list(toy.MODELS)))
+@given(
+    data=st.data(), lengths=st.lists(st.integers(1, 24), min_size=1, max_size=7), name=st.sampled_from(list(toy.MODELS))
+)
 def test_the_result_does_not_depend_on_the_packing_plan(built, data, lengths, name):
     """Any lengths (chunks of the scan are 8 long), any order, any cut into micro-batches, against one row at a time."""
     rows = rows_of([*lengths, 9])

@@ -31,9 +31,7 @@ def test_packed_rows_by_hand():
     assert params.qkv_format == "thd" and params.cu_seqlens_q.tolist() == [0, 3, 5] and params.max_seqlen_q == 3
     assert params.seq_idx.tolist() == [[0, 0, 0, 1, 1]]
     rows = layout.to_rows(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5]]))
-    torch.testing.assert_close(
-        rows, torch.tensor([[0.0, 0.1, 0.2, 0.3], [0.0, 0.0, 0.0, 0.0], [0.0, 0.4, 0.5, 0.0]])
-    )
+    torch.testing.assert_close(rows, torch.tensor([[0.0, 0.1, 0.2, 0.3], [0.0, 0.0, 0.0, 0.0], [0.0, 0.4, 0.5, 0.0]]))
 
 
 def test_padded_rows_by_hand():
@@ -122,7 +120,9 @@ def test_multiples_by_hand():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=3), max_size=12), st.integers(8, 80), st.integers(1, 3))
+@given(
+    st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=3), max_size=12), st.integers(8, 80), st.integers(1, 3)
+)
 def test_first_fit_keeps_the_bound_and_opens_no_group_for_nothing(sizes, bound, cp):
     multiple = multiples(tp=2, cp=cp, sequence_parallel=True)
     groups = first_fit(sizes, bound, multiple)
