@@ -45,7 +45,6 @@ SP = {"sequence_parallel": True}
         ({"flex_backend": FlexBackend.hybridep}, "has no effect with topology.dispatcher=alltoall"),
         ({"world": 2, "tp": 2, **SP, "tp_comm_overlap": True}, "needs the package Transformer Engine"),
         ({"tp_comm_overlap": True}, "needs tp > 1 with sequence_parallel"),
-        ({"world": 2, "cp": 2}, "topology.cp=2: this release does not cut sequences over ranks"),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_divide_are_refused_with_the_numbers(sizes, words):

@@ -10,6 +10,7 @@ import trainer_toy as toy
 from fake_world import as_rank
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_agentrl.layout.megatron import layer_pattern as layout_pattern
 from megatron_agentrl.recipe.schema import Dispatcher, Topology
@@ -116,7 +117,7 @@ def test_megatron_core_itself_refuses_experts_with_tensor_parallelism_and_whole_
     sizes = Topology(world=2, tp=2, sequence_parallel=True)
     with as_rank(0, sizes) as rank:
         (chunk,) = model.build(toy.NEMOTRON, toy.recipe(sizes), rank)
-        layer = next(module for module in chunk.modules() if type(module).__name__ == "MoELayer")
+        layer = next(module for module in chunk.modules() if isinstance(module, MoELayer))
         layer.config = replace(layer.config, sequence_parallel=False)
         with pytest.raises(ValueError, match="without also enabling sequence parallelism"):
             layer.train()(None)

@@ -86,8 +86,10 @@ def test_sgd_resumes_too_and_the_next_phase_may_start_another_optimizer(rank, tm
     chunks, opt = toy.build("qwen", rank, toy.SGD)
     checkpoint.load(tmp_path / "step_1", chunks, opt)
     assert steps(chunks, opt, 2, 4) == want
+    steps(chunks, optimizer.build(chunks, Optimizer(name="adam")), 4, 5)
+    sharded, _ = toy.build("qwen", rank, toy.ADAM)
     with pytest.raises(ValueError, match="cannot follow the optimizer"):
-        optimizer.build(chunks, Optimizer(name="adam"))
+        optimizer.build(sharded, toy.SGD)
 
 
 def test_saving_a_step_again_replaces_it(rank, tmp_path):
