@@ -17,6 +17,8 @@ from typing import Any
 
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.leaves import get
+from megatron_agentrl.recipe.memory_rules import memory_problems
+from megatron_agentrl.recipe.precision_rules import precision_problems
 from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source, Topology
 
 MODES = ("train", "sft", "eval", "export")
@@ -39,6 +41,13 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "topology.ep": (1, None),
     "topology.etp": (1, None),
     "topology.threads": (1, None),
+    "precision.fp8_amax_history": (1, None),
+    "precision.fp8_margin": (0, None),
+    "precision.bf16_first_layers": (0, None),
+    "precision.bf16_last_layers": (0, None),
+    "precision.loss_scale_window": (1, None),
+    "memory.recompute_layers": (1, None),
+    "memory.optimizer_offload": (0.0, 1.0),
     "warm_start.steps": (0, None),
     "warm_start.batch": (1, None),
     "data.size": (1, None),
@@ -88,6 +97,9 @@ for _section in ("optimizer", "warm_start.optimizer"):
 
 #: Keys whose value must be greater than zero.
 POSITIVE = (
+    "precision.compute_capability",
+    "precision.loss_scale",
+    "precision.loss_scale_min",
     "optimizer.lr",
     "optimizer.eps",
     "warm_start.optimizer.lr",
@@ -129,6 +141,8 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
     if not found:
         config = read_config(recipe.model.path)
     yield from topology_problems(recipe.topology, config)
+    yield from precision_problems(recipe, config)
+    yield from memory_problems(recipe, config, gpu_count())
     yield from _machine_problems(recipe)
     yield from _engine_problems(recipe, config)
     yield from _algorithm_problems(recipe)

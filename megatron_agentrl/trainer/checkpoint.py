@@ -7,7 +7,7 @@ parallel layout can load them. Schedules and anything else of the run travel in 
 
 Left out on purpose: megatron-core's `_extra_state` entries (empty without delayed-scaling fp8, and named
 differently with and without Transformer Engine), and the optimizer's parameter groups, whose values the recipe
-sets before each step. Adam's step count stands in the mark.
+sets before each step. Adam's step count and fp16's loss scale stand in the mark.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.optimizer import distrib_optimizer as _distrib
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_agentrl.trainer import loss_scale
 from megatron_agentrl.trainer.optimizer import parts
 
 FORMAT = 1
@@ -85,7 +86,8 @@ def save(
         (tmp / "extra.json").write_text(text)
         if before_complete is not None:
             before_complete(tmp)
-        _complete(tmp, final, {"step": step, "optimizer_step": _adam_step(optimizer)})
+        facts = {"optimizer_step": _adam_step(optimizer), "loss_scale": loss_scale.state(parts(optimizer))}
+        _complete(tmp, final, {"step": step, **facts})
     dist.barrier()
     return final
 
@@ -112,6 +114,7 @@ def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
     if loaded.get("optimizer"):
         optimizer.load_state_dict(loaded["optimizer"])
         _set_adam_step(optimizer, mark["optimizer_step"])
+        loss_scale.restore(parts(optimizer), mark.get("loss_scale"))
     if same_world:
         _put_rng(loaded["rng"])
     return json.loads((folder / "extra.json").read_text())
