@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.optimizer import distrib_optimizer as _distrib
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
 
 from megatron_agentrl.trainer import loss_scale
 from megatron_agentrl.trainer.optimizer import parts
@@ -272,7 +273,8 @@ def _model_state(models: list[Any]) -> dict[str, Any]:
 def _put_model(models: list[Any], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(models):
         tensors = loaded["model" if len(models) == 1 else f"model{index}"]
-        missing, unexpected = chunk.module.load_state_dict(tensors, strict=False)
+        # The model itself: megatron-core's wrapper for half types loads, but does not say what was missing.
+        missing, unexpected = unwrap_model(chunk).load_state_dict(tensors, strict=False)
         missing = [name for name in missing if "_extra_state" not in name]
         if missing or unexpected:
             raise IncompleteCheckpoint(f"model chunk {index}: missing {missing}, unexpected {list(unexpected)}")
