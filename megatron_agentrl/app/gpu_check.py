@@ -96,7 +96,8 @@ def checks() -> list[Check]:
             for name, world, text in layouts
         ),
         Check("type/bf16", "losses of 4 steps in bf16 against fp32", "steps", 1, half, 2e-2),
-        Check("type/fp16", "losses of 4 steps in fp16 against fp32", "steps", 1, {"model.dtype": "fp16"}, 2e-2),
+        # Gradients that underflow move no weight, where Adam in fp32 moves each by about the learning rate.
+        Check("type/fp16", "losses of 4 steps in fp16 against fp32", "steps", 1, {"model.dtype": "fp16"}, 5e-2),
         Check("recompute/full", "losses and norms with every layer recomputed", "steps", 1, {"memory.recompute": "full"}, 1e-5),
         Check("recompute/selective", "losses and norms with attention, MLP and experts recomputed", "steps", 1,
               {"memory.recompute": "selective", "memory.recompute_modules": "core_attn,mlp,moe"}, 1e-5),
@@ -182,7 +183,8 @@ def _start(left: list[Check], world: int, folder: Path, *, on_cpu: bool, deadlin
                     subprocess.Popen(
                         [sys.executable, "-m", "megatron_agentrl.app.gpu_check_rank", str(folder)],
                         env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdout=file, stderr=subprocess.STDOUT,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
                     )  # fmt: skip
                 )
         late = _wait(ranks, t0 + deadline * (1 + len(left)))

@@ -83,7 +83,9 @@ def test_an_empty_package_of_that_name_is_not_transformer_engine(monkeypatch, tm
 )
 def test_which_fp8_recipes_a_gpu_generation_has(engine, capability, legal):
     for name in ("delayed", "tensorwise", "blockwise", "mxfp8"):
-        lines = found(f"model.dtype=bf16 precision.fp8=e4m3 precision.fp8_recipe={name} precision.compute_capability={capability}")
+        lines = found(
+            f"model.dtype=bf16 precision.fp8=e4m3 precision.fp8_recipe={name} precision.compute_capability={capability}"
+        )
         assert (lines == []) == (name in legal), (name, lines)
         if name not in legal:
             assert f"the GPU's compute capability is {capability}" in lines[0]
@@ -96,12 +98,15 @@ def test_the_capability_comes_from_the_driver_and_its_absence_is_said(engine, mo
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert precision_rules.compute_capability() == 8.9
-    assert "capability is 8.9, expected 9.0 or later; set precision.fp8_recipe=tensorwise" in found(
-        "model.dtype=bf16 precision.fp8=e4m3 precision.fp8_recipe=blockwise"
-    )[0]
+    assert (
+        "capability is 8.9, expected 9.0 or later; set precision.fp8_recipe=tensorwise"
+        in found("model.dtype=bf16 precision.fp8=e4m3 precision.fp8_recipe=blockwise")[0]
+    )
     tool.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
     assert precision_rules.compute_capability() is None
-    assert "found no GPU here, expected compute capability 8.9 or later" in found("model.dtype=bf16 precision.fp8=e4m3")[0]
+    assert (
+        "found no GPU here, expected compute capability 8.9 or later" in found("model.dtype=bf16 precision.fp8=e4m3")[0]
+    )
 
 
 @pytest.mark.parametrize(

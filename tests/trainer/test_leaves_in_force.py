@@ -151,7 +151,9 @@ def test_kinds_kept_in_bf16_match_their_own_modules_only(kept, inside, outside):
 
 
 def test_what_megatron_core_refuses_without_transformer_engine_is_said_in_its_words():
-    with pytest.raises(ValueError, match="transformer-engine>=1.7.0 supports MoE FP8 training, but your version is 0.0.0"):
+    with pytest.raises(
+        ValueError, match="transformer-engine>=1.7.0 supports MoE FP8 training, but your version is 0.0.0"
+    ):
         transformer_config(toy.NEMOTRON, made(FP8))
     with pytest.raises(RuntimeError, match="requires FusedAdam from TransformerEngine"):
         optimizer_config(Recipe().optimizer, made("model.dtype=bf16 precision.exp_avg=bf16"))

@@ -11,7 +11,9 @@ import trainer_toy as toy
 from megatron_agentrl.recipe.schema import Dtype, GradientDtype, Memory, Precision, Recipe, Recompute, RecomputeMethod
 from megatron_agentrl.trainer import checkpoint, loss_scale, model, optimizer, topology
 from megatron_agentrl.trainer.optimizer import parts
+from megatron_agentrl.trainer.random_init import random_tensors, write_random
 from megatron_agentrl.trainer.step import NonFiniteGradient, train_step
+from megatron_agentrl.trainer.weights_io import load_hf
 
 
 def recipe(dtype: Dtype = Dtype.fp32, precision: Precision | None = None, memory: Memory | None = None) -> Recipe:
@@ -66,6 +68,24 @@ def test_half_types_follow_fp32_within_their_rounding_and_keep_state_in_fp32(ran
             for master in group["params"]:
                 assert master.dtype == torch.float32
                 assert {part.optimizer.state[master][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.fp16])
+def test_float32_parameters_are_read_from_a_folder_without_rounding(rank, tmp_path, dtype):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(toy.NEMOTRON))
+    write_random(tmp_path / "weights", folder, seed=5)
+    chunks = model.build(toy.NEMOTRON, recipe(dtype), rank)
+    load_hf(chunks, toy.NEMOTRON, tmp_path / "weights", rank)
+    wrapped = optimizer.wrap(chunks, toy.ADAM, recipe(dtype))
+    drawn = dict(random_tensors(toy.NEMOTRON, 5))
+    for leaf in ("A_log", "D", "dt_bias"):
+        (name,) = [key for key in drawn if key.endswith(f"layers.0.mixer.{leaf}")]
+        found = wrapped[0].module.module.decoder.layers[0].mixer.get_parameter(leaf)
+        assert torch.equal(found, drawn[name])
+    (name,) = [key for key in drawn if key.endswith("layers.0.mixer.dt_bias")]
+    assert not torch.equal(drawn[name].to(wrapped[0].module.config.params_dtype).float(), drawn[name])
 
 
 def test_the_router_computes_in_fp32_in_a_bf16_model(rank):
