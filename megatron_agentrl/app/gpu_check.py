@@ -88,7 +88,7 @@ def checks() -> list[Check]:
         ("ep2-tp2-etp2", 4, "ep=2 tp=2 sequence_parallel=true etp=2"),
     ]
     half = {"model.dtype": "bf16"}
-    found = [
+    return [
         Check("one-process", "four Adam steps in fp32: losses are finite and fall", "reference"),
         *(
             Check(f"parity/{name}", f"losses and norms of 4 Adam steps at {text or 'dp=2'} against one process", "steps",
@@ -118,7 +118,6 @@ def checks() -> list[Check]:
         Check("logprobs/memory", "peak memory of 4k tokens x 131k columns, in fp32 copies of the logits", "logprob_memory", 1,
               {}, 4.0, needs_gpu=True),
     ]  # fmt: skip
-    return found
 
 
 def why_not(check: Check, *, gpus: int, on_cpu: bool, te_missing: str | None, capability: float | None) -> str | None:

@@ -61,6 +61,7 @@ def test_a_check_that_disagrees_fails(found, row):
     assert (made.result, made.reason) == row
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_fails_its_check_and_the_exit_code_is_1(no_gpu, monkeypatch, capsys):
     broken = Check("broken", "", "no-such-kind")
     monkeypatch.setattr(gpu_check, "checks", lambda: [broken])
