@@ -70,7 +70,7 @@ def main() -> None:
                 torch.distributed.barrier()
                 source = args.run / "init"
             load_hf(models, hf_config, source, rank)
-        t.models = optimizer.wrap(models, recipe.optimizer, recipe.topology)
+        t.models = optimizer.wrap(models, recipe.optimizer, recipe)
     if t.first and args.mode != "export":
         t.metrics = MetricsWriter(args.run, recipe.observe.tensorboard, resume_at=resume_at)
         for reason in newest.skipped:

@@ -110,7 +110,7 @@ def serving_commands(run_dir: str | Path, messages: list[dict[str, Any]], max_to
     """Two shell commands: one serves the exported model, one asks it `messages`."""
     name = Path(run_dir).name
     body = json.dumps({"model": name, "max_tokens": max_tokens, "messages": messages})
-    kind = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16"}[dtype]
+    kind = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16", Dtype.fp16: "float16"}[dtype]
     # On a CPU vLLM otherwise claims most of the machine's memory for its cache, and fails where that is not free.
     cache = "" if gpu_count() else "VLLM_CPU_KVCACHE_SPACE=1 "
     return [

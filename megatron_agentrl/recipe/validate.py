@@ -20,7 +20,9 @@ from typing import Any
 from megatron_agentrl.recipe import model_rules
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.leaves import get
+from megatron_agentrl.recipe.memory_rules import memory_problems
 from megatron_agentrl.recipe.packing_rules import packing_problems
+from megatron_agentrl.recipe.precision_rules import precision_problems
 from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source
 from megatron_agentrl.recipe.topology_rules import data_parallel_problems, divisors, topology_problems
 
@@ -47,6 +49,13 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "topology.ep": (1, None),
     "topology.etp": (1, None),
     "topology.threads": (1, None),
+    "precision.fp8_amax_history": (1, None),
+    "precision.fp8_margin": (0, None),
+    "precision.bf16_first_layers": (0, None),
+    "precision.bf16_last_layers": (0, None),
+    "precision.loss_scale_window": (1, None),
+    "memory.recompute_layers": (1, None),
+    "memory.optimizer_offload": (0.0, 1.0),
     "warm_start.steps": (0, None),
     "warm_start.batch": (1, None),
     "data.size": (1, None),
@@ -98,6 +107,9 @@ for _section in ("optimizer", "warm_start.optimizer"):
 
 #: Keys whose value must be greater than zero.
 POSITIVE = (
+    "precision.compute_capability",
+    "precision.loss_scale",
+    "precision.loss_scale_min",
     "optimizer.lr",
     "optimizer.eps",
     "warm_start.optimizer.lr",
@@ -141,6 +153,8 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
     yield from topology_problems(recipe.topology, config)
     yield from data_parallel_problems(recipe)
     yield from packing_problems(recipe)
+    yield from precision_problems(recipe, config)
+    yield from memory_problems(recipe, config, gpu_count())
     yield from _machine_problems(recipe, mode)
     yield from _engine_problems(recipe, config)
     yield from _algorithm_problems(recipe)

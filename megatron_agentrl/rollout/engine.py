@@ -60,7 +60,7 @@ def spec_from_recipe(
         model=model or recipe.model.path,
         host=host,
         port=port,
-        dtype={Dtype.fp32: "float32", Dtype.bf16: "bfloat16"}[recipe.rollout.dtype],
+        dtype={Dtype.fp32: "float32", Dtype.bf16: "bfloat16", Dtype.fp16: "float16"}[recipe.rollout.dtype],
         tp=recipe.rollout.tp,
         max_length=recipe.model.max_length,
         max_num_seqs=recipe.rollout.max_num_seqs,

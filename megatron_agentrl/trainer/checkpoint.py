@@ -7,7 +7,7 @@ parallel layout can load them. Schedules and anything else of the run travel in 
 
 Left out on purpose: megatron-core's `_extra_state` entries (empty without delayed-scaling fp8, and named
 differently with and without Transformer Engine), and the optimizer's parameter groups, whose values the recipe
-sets before each step. Adam's step count stands in the mark.
+sets before each step. Adam's step count and fp16's loss scale stand in the mark.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.optimizer import distrib_optimizer as _distrib
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
 
-from megatron_agentrl.trainer import whole_optimizer
+from megatron_agentrl.trainer import loss_scale, whole_optimizer
 from megatron_agentrl.trainer.checkpoint_match import check_same_model
 from megatron_agentrl.trainer.optimizer import parts
 
@@ -87,7 +88,8 @@ def save(
         (tmp / "extra.json").write_text(text)
         if before_complete is not None:
             before_complete(tmp)
-        _complete(tmp, final, {"step": step, "optimizer_step": _adam_step(optimizer)})
+        facts = {"optimizer_step": _adam_step(optimizer), "loss_scale": loss_scale.state(parts(optimizer))}
+        _complete(tmp, final, {"step": step, **facts})
     dist.barrier()
     return final
 
@@ -119,6 +121,7 @@ def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
         else:
             optimizer.load_state_dict(loaded["optimizer"])
         _set_adam_step(optimizer, mark["optimizer_step"])
+        loss_scale.restore(parts(optimizer), mark.get("loss_scale"))
     if same_world:
         _put_rng(loaded["rng"])
     return json.loads((folder / "extra.json").read_text())
@@ -291,7 +294,8 @@ def _model_state(models: list[Any]) -> dict[str, Any]:
 def _put_model(models: list[Any], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(models):
         tensors = loaded["model" if len(models) == 1 else f"model{index}"]
-        missing, unexpected = chunk.module.load_state_dict(tensors, strict=False)
+        # The model itself: megatron-core's wrapper for half types loads, but does not say what was missing.
+        missing, unexpected = unwrap_model(chunk).load_state_dict(tensors, strict=False)
         missing = [name for name in missing if "_extra_state" not in name]
         if missing or unexpected:
             raise IncompleteCheckpoint(f"model chunk {index}: missing {missing}, unexpected {list(unexpected)}")

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron_agentrl.recipe.schema import Dispatcher, Dtype, Recipe, Topology
+from megatron_agentrl.recipe.schema import Dispatcher, Recipe, Topology
 from megatron_agentrl.trainer.architectures import architecture
+from megatron_agentrl.trainer.precision import model_fields, recompute_fields
 
 
 def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
@@ -34,7 +35,8 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         calculate_per_token_loss=True,
         use_cpu_initialization=not torch.cuda.is_available(),
         **parallelism(topology),
-        **precision(recipe),
+        **model_fields(recipe),
+        **recompute_fields(recipe),
         **experts(topology, "E" in arch.pattern),
         **fusions(),
         **arch.config,
@@ -57,12 +59,6 @@ def parallelism(topology: Topology) -> dict[str, Any]:
         "overlap_p2p_comm": topology.vpp > 1,
         "batch_p2p_comm": topology.vpp == 1,
     }
-
-
-def precision(recipe: Recipe) -> dict[str, Any]:
-    """The types that layers compute and communicate in."""
-    dtype = torch.bfloat16 if recipe.model.dtype == Dtype.bf16 else torch.float32
-    return {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype is torch.bfloat16}
 
 
 def experts(topology: Topology, present: bool) -> dict[str, Any]:

@@ -11,18 +11,20 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from megatron_agentrl.recipe.schema import Topology
+from megatron_agentrl.recipe.schema import Recipe
+from megatron_agentrl.trainer.precision import ddp_fields
 
 #: Smallest default bucket and its growth with the group, in parameters: below, a collective is all latency.
 LEAST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
-def ddp_config(topology: Topology, *, sharded: bool) -> DistributedDataParallelConfig:
+def ddp_config(recipe: Recipe, *, sharded: bool) -> DistributedDataParallelConfig:
     """megatron-core's data-parallel settings. `sharded`: the optimizer's state is cut over data-parallel ranks.
 
     Raises:
         ValueError: parameters can only be gathered late where each rank updates a shard of them.
     """
+    topology = recipe.topology
     if topology.overlap_param_gather and not (sharded and topology.overlap_grad_reduce):
         raise ValueError(
             "topology.overlap_param_gather needs optimizer.name=adam with topology.distributed_optimizer=true and "
@@ -30,7 +32,7 @@ def ddp_config(topology: Topology, *, sharded: bool) -> DistributedDataParallelC
         )
     return DistributedDataParallelConfig(
         use_distributed_optimizer=sharded,
-        grad_reduce_in_fp32=True,
+        **ddp_fields(recipe),
         overlap_grad_reduce=topology.overlap_grad_reduce,
         overlap_param_gather=topology.overlap_param_gather,
         bucket_size=topology.bucket_size,

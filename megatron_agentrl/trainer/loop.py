@@ -34,8 +34,9 @@ from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
 from megatron_agentrl.trainer.data_parallel import settle
 from megatron_agentrl.trainer.losses import rl_loss, sft_loss
 from megatron_agentrl.trainer.optimizer import build, learning_rate
+from megatron_agentrl.trainer.precision import TORCH_DTYPE
 from megatron_agentrl.trainer.reference import Reference
-from megatron_agentrl.trainer.step import forward_logprobs, train_step
+from megatron_agentrl.trainer.step import StepResult, forward_logprobs, train_step
 from megatron_agentrl.trainer.topology import Rank
 from megatron_agentrl.trainer.weights_io import iterate_hf, save_hf
 from megatron_agentrl.trajectory.spool import SpoolReader
@@ -44,8 +45,6 @@ from megatron_agentrl.weights.manifest import Manifest, TensorInfo
 from megatron_agentrl.weights.publish import Canary, Publisher
 
 T = TypeVar("T")
-
-TORCH_DTYPE = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
 
 
 @dataclass
@@ -86,7 +85,7 @@ def from_rank0(make: Callable[[], T]) -> T:
 def warm_start(t: Trainer, demonstrations: EncodedDemonstrations) -> None:
     """Supervised steps on demonstrations; the global batch is cut over data-parallel ranks."""
     ws = t.recipe.warm_start
-    optimizer = build(t.models, ws.optimizer)
+    optimizer = build(t.models, ws.optimizer, t.recipe)
     # The next batch is rendered and encoded while a step computes: most of a backward pass runs without the GIL.
     with ThreadPoolExecutor(1, thread_name_prefix="demonstrations") as ahead:
         coming = ahead.submit(demonstrations.batch, 0, ws.batch)
@@ -115,6 +114,7 @@ def _warm_start_step(t: Trainer, optimizer: Any, rows: list[tuple[list[int], lis
                 "grad_norm": result.grad_norm,
                 "lr": lr,
                 "tokens": result.tokens,
+                **_scaling(t.recipe, result),
                 "seconds": seconds,
             },
         )
@@ -163,7 +163,7 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
     Returns the last version.
     """
     recipe = t.recipe
-    optimizer = build(t.models, recipe.optimizer)
+    optimizer = build(t.models, recipe.optimizer, recipe)
     reference = _reference(t, resume_at)
     version = resume_at or 0
     folder = t.checkpoints / f"step_{version}"
@@ -266,12 +266,18 @@ def _rl_step(
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
+        **_scaling(recipe, result),
         "tokens_trained": plan["tokens"],
         **plan["stats"],
         "staleness_max": int(plan["stats"]["staleness_max"]),
         "tokens_sampled": int(plan["stats"]["tokens_sampled"]),
         **_per_token(result.metrics),
     }
+
+
+def _scaling(recipe: Recipe, result: StepResult) -> dict[str, float]:
+    """fp16's loss scale, and how often the step was repeated because its gradients overflowed."""
+    return {"loss_scale": result.loss_scale, "overflows": result.overflows} if recipe.model.dtype is Dtype.fp16 else {}
 
 
 def _per_token(sums: dict[str, float]) -> dict[str, float]:

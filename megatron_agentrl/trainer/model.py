@@ -16,6 +16,7 @@ from megatron_agentrl.recipe.schema import Recipe
 from megatron_agentrl.trainer.architectures import architecture
 from megatron_agentrl.trainer.config import transformer_config
 from megatron_agentrl.trainer.layers import stack_spec
+from megatron_agentrl.trainer.optimizer import FLOAT32_PARAMETERS
 from megatron_agentrl.trainer.topology import Rank
 
 
@@ -23,8 +24,8 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
     """Build this rank's model chunks (one, or `topology.vpp` of them) on `rank.device`.
 
     Logits stay split over tensor-parallel ranks and over the padded vocabulary: `trainer.logprobs` takes
-    them as they are. Type is the recipe's; a bf16 model keeps Mamba's A_log, D and dt_bias in float32
-    once `trainer.optimizer.wrap` has wrapped it.
+    them as they are. Type is the recipe's; Mamba's A_log, D and dt_bias are float32 in any, and stay so when
+    `trainer.optimizer.wrap` wraps the model.
 
     Raises:
         ValueError: as `architectures.architecture`, `config.transformer_config` and `layers.stack_spec`.
@@ -60,6 +61,9 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
             model.rotary_pos_emb.inv_freq = model.rotary_pos_emb._apply_scaling(
                 model.rotary_pos_emb.inv_freq, **arch.rope_llama3
             )
+        for name, parameter in model.named_parameters():
+            if name.endswith(FLOAT32_PARAMETERS):  # before weights are read, which would round them
+                parameter.data = parameter.data.float()
         model.true_vocab_size, model.packing = arch.vocab_size, recipe.train.packing
         model.logprob_chunk_tokens = recipe.train.logprob_chunk_tokens
         chunks.append(model.to(rank.device))

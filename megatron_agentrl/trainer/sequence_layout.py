@@ -91,10 +91,12 @@ class SequenceLayout:
 
 
 def lay_out(
-    batch: MicroBatch, *, packing: bool, tp: int = 1, sequence_parallel: bool = False, cp: int = 1, cp_rank: int = 0
+    batch: MicroBatch, *, packing: bool, tp: int = 1, sequence_parallel: bool = False, cp: int = 1, cp_rank: int = 0, align: int = 1
 ) -> SequenceLayout:
     """The layout of a micro-batch (on the CPU) for the given parallel sizes, on context-parallel rank `cp_rank`."""
-    made = _packed(batch, tp, sequence_parallel, cp) if packing else _padded(batch, tp, sequence_parallel, cp)
+    asked = multiples(tp, cp, sequence_parallel)
+    row = asked.row * align
+    made = _packed(batch, asked.sequence, row) if packing else _padded(batch, row)
     if cp == 1:
         return made
     ends = [0, made.ids_RL.shape[1]] if made.cu_seqlens is None else made.cu_seqlens.tolist()
@@ -109,9 +111,9 @@ def lay_out(
     )
 
 
-def _padded(batch: MicroBatch, tp: int, sequence_parallel: bool, cp: int) -> SequenceLayout:
+def _padded(batch: MicroBatch, multiple: int) -> SequenceLayout:
     rows, longest = batch.ids_BT.shape
-    pad = -(longest - 1) % multiples(tp, cp, sequence_parallel).row
+    pad = -(longest - 1) % multiple
     positions_BS = torch.arange(longest - 1 + pad).expand(rows, -1).contiguous()
     # A row's last token predicts nothing: in the longest row it is no input at all, so counting it in the others
     # would make the router's bias depend on the grouping.
@@ -128,16 +130,15 @@ def _padded(batch: MicroBatch, tp: int, sequence_parallel: bool, cp: int) -> Seq
     )
 
 
-def _packed(batch: MicroBatch, tp: int, sequence_parallel: bool, cp: int) -> SequenceLayout:
-    multiple = multiples(tp, cp, sequence_parallel)
+def _packed(batch: MicroBatch, multiple: int, row_multiple: int) -> SequenceLayout:
     inputs_B = (batch.lengths_B - 1).clamp(min=0)
     kept = inputs_B.nonzero()[:, 0]
     if not len(kept):  # a stand-in of weight 0: one sequence of padding
         kept = torch.zeros(1, dtype=torch.int64)
     inputs_N = inputs_B[kept]
-    held_N = inputs_N.add(multiple.sequence - 1).div(multiple.sequence, rounding_mode="floor") * multiple.sequence
+    held_N = inputs_N.add(multiple - 1).div(multiple, rounding_mode="floor") * multiple
     total = int(held_N.sum())
-    held_N[-1] += max(multiple.row, -(-total // multiple.row) * multiple.row) - total  # the row's own padding
+    held_N[-1] += max(row_multiple, -(-total // row_multiple) * row_multiple) - total  # the row's own padding
     ends = torch.nn.functional.pad(held_N.cumsum(0), (1, 0))
     sequence_S = torch.repeat_interleave(torch.arange(len(kept)), held_N)
     positions_S = torch.arange(int(ends[-1])) - ends[sequence_S]

@@ -23,10 +23,12 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron_agentrl.trainer import loss_scale
 from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.logprobs import token_logprobs, token_logprobs_and_entropy
 from megatron_agentrl.trainer.micro_batches import conform
-from megatron_agentrl.trainer.optimizer import routers, set_learning_rate
+from megatron_agentrl.trainer.optimizer import parts, routers, set_learning_rate
+from megatron_agentrl.trainer.precision import token_multiple
 from megatron_agentrl.trainer.sequence_layout import SequenceLayout, lay_out
 
 #: (logprobs_BT, micro-batch) -> (loss summed over trained tokens, metrics summed over them).
@@ -40,7 +42,11 @@ class NonFiniteGradient(RuntimeError):
 
 @dataclass
 class StepResult:
-    """What a step did. `loss` is sum / tokens over the global batch; `metrics` are global sums (maxima under `max/`)."""
+    """What a step did. `loss` is sum / tokens over the global batch; `metrics` are global sums (maxima under `max/`).
+
+    `loss_scale` is what the applied gradients were scaled by (1 but in fp16), `overflows` how often the batch was
+    repeated at a lower scale before that.
+    """
 
     loss: float
     grad_norm: float
@@ -48,6 +54,8 @@ class StepResult:
     lr: float
     applied: bool
     metrics: dict[str, float] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    overflows: int = 0
 
 
 def is_empty(batch: MicroBatch) -> bool:
@@ -75,11 +83,13 @@ def _lay_out(
     model: torch.nn.Module, batch: MicroBatch, device: torch.device, packing: bool | None = None
 ) -> SequenceLayout:
     """Where this rank's model finds the tokens of a micro-batch that lies on the CPU."""
+    config = get_model_config(model)
     return lay_out(
         batch,
         packing=get_attr_wrapped_model(model, "packing") if packing is None else packing,
         tp=parallel_state.get_tensor_model_parallel_world_size(),
-        sequence_parallel=get_model_config(model).sequence_parallel,
+        sequence_parallel=config.sequence_parallel,
+        align=token_multiple(config),
         cp=parallel_state.get_context_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
     ).to(device)
@@ -204,7 +214,7 @@ def train_step(
             distribution each token was picked from, 0 at the first position and in the padding.
 
     Raises:
-        NonFiniteGradient: the gradient norm is not finite. Parameters, optimizer state and router biases
+        NonFiniteGradient: the gradient norm is not finite (in fp16: at the smallest loss scale). Parameters, optimizer state and router biases
             are as before the call.
         ValueError: the ranks disagree on the number of micro-batches, or tokens is not above 0.
     """
@@ -238,29 +248,49 @@ def train_step(
             chunk.scale_gradients(1.0 / tokens)
 
     biases = [(router, router.expert_bias.clone()) for router in routers(models)]
-    config.finalize_model_grads_func = finalize
-    for chunk in models:
-        chunk.train()
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    sums = _run(models, conform(models, batches), forward_step, train=True)
-    metrics = _over_ranks(sums)
-    loss = metrics.pop("", 0.0) / tokens
 
-    # Asked before the step: megatron-core would clip by a NaN norm and apply the result.
-    optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
+    @torch.no_grad()
+    def restore_biases() -> None:
+        for router, bias in biases:
+            router.expert_bias.copy_(bias)
+
+    config.finalize_model_grads_func = finalize
+    scale, overflows = loss_scale.of(parts(optimizer)), 0
+    while True:
+        for chunk in models:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        sums = _run(models, conform(models, batches), forward_step, train=True)
+        metrics = _over_ranks(sums)
+        loss = metrics.pop("", 0.0) / tokens
+
+        # Asked before the step: megatron-core would clip by a NaN norm and apply the result.
+        overflow = optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        if scale is None or not overflow or scale.at_minimum or not math.isfinite(loss):
+            break
+        # fp16: the scaled gradients left the type's range. The same batch again at half the scale, so that no
+        # batch is counted as trained without having been.
+        overflows += 1
+        scale.settle()
+        restore_biases()
     if not math.isfinite(grad_norm):
-        with torch.no_grad():
-            for router, bias in biases:
-                router.expert_bias.copy_(bias)
+        restore_biases()
+        if scale is not None:
+            scale.settle()
         raise NonFiniteGradient(
             f"step {step}: the gradient norm is {grad_norm} (loss {loss}); the step was not applied. "
             f"Look for infinite logprobs or advantages in this batch, or lower the learning rate"
         )
     set_learning_rate(optimizer, lr)
     applied, _, _ = optimizer.step()
-    return StepResult(loss, grad_norm, float(tokens), lr, bool(applied), metrics)
+    if not applied:  # a batch must not pass for trained without having been
+        raise RuntimeError(f"step {step}: megatron-core's optimizer did not apply a finite gradient")
+    used = 1.0 if scale is None else scale.value
+    if scale is not None:
+        scale.settle()
+    return StepResult(loss, grad_norm, float(tokens), lr, bool(applied), metrics, used, overflows)
 
 
 @torch.no_grad()

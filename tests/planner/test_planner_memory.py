@@ -6,8 +6,26 @@ import pytest
 from quickstart_shape import CONFIG as QUICKSTART
 
 from megatron_agentrl.layout.megatron import hf_tensors
-from megatron_agentrl.planner.memory import GIB, available_bytes, count_parameters, estimate
-from megatron_agentrl.recipe.schema import Dtype, Recipe
+from megatron_agentrl.planner.memory import (
+    GIB,
+    activation_bytes,
+    available_bytes,
+    count_parameters,
+    device_bytes_per_parameter,
+    estimate,
+    host_bytes_per_parameter,
+)
+from megatron_agentrl.recipe.schema import (
+    Dtype,
+    Fp8Format,
+    GradientDtype,
+    Memory,
+    MomentDtype,
+    Precision,
+    Recipe,
+    Recompute,
+    RecomputeMethod,
+)
 
 NANO = {
     "model_type": "nemotron_h",
@@ -109,6 +127,33 @@ def test_bf16_halves_an_engines_two_copies_of_the_weights():
     fp32 = Recipe()
     halved = estimate(fp32, NANO, gpu=False).engine - estimate(recipe, NANO, gpu=False).engine
     assert round(halved) == 2 * 2 * 31_577_940_288
+
+
+def test_bytes_a_parameter_by_type():
+    def each(dtype: Dtype, precision: Precision | None = None, offload: float = 0.0) -> tuple[float, float]:
+        recipe = Recipe(precision=precision or Precision(), memory=Memory(optimizer_offload=offload))
+        recipe.model.dtype = dtype
+        return device_bytes_per_parameter(recipe), host_bytes_per_parameter(recipe)
+
+    assert each(Dtype.fp32) == (4 + 4 + 8, 0)
+    assert each(Dtype.bf16) == each(Dtype.fp16) == (2 + 4 + 4 + 8, 0)
+    assert each(Dtype.bf16, Precision(gradients=GradientDtype.bf16)) == (2 + 2 + 4 + 8, 0)
+    assert each(Dtype.bf16, Precision(exp_avg=MomentDtype.fp8, exp_avg_sq=MomentDtype.bf16)) == (2 + 4 + 4 + 1 + 2, 0)
+    assert each(Dtype.bf16, Precision(fp8=Fp8Format.e4m3, fp8_param_gather=True)) == (2 + 4 + 4 + 8, 0)
+    assert each(Dtype.bf16, offload=0.75) == (2 + 4 + 3, 9)
+
+
+def test_full_recompute_keeps_inputs_and_one_unit():
+    def kept(**memory) -> float:
+        recipe = Recipe(memory=Memory(**memory))
+        recipe.train.micro_batch_tokens = 1000
+        return activation_bytes(recipe, QUICKSTART) / 4000 - 3 * 272
+
+    assert kept() == 17 * 6 * 128
+    assert kept(recompute=Recompute.full) == (6 + 17) * 128
+    assert kept(recompute=Recompute.full, recompute_layers=3) == (2 + 3 * 17) * 128
+    block = {"recompute": Recompute.full, "recompute_method": RecomputeMethod.block, "recompute_layers": 4}
+    assert kept(**block) == (4 + 2 * 17) * 128
 
 
 def test_on_gpus_only_the_processes_themselves_count():

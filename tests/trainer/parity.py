@@ -111,7 +111,7 @@ def build(name: str, rank: Rank, opt: Optimizer, sizes: Topology, start: Path) -
     chunks = model.build(MODELS[name], toy.recipe(sizes), rank)
     if start.exists():
         load_hf(chunks, MODELS[name], start, rank)
-    chunks = optimizer.wrap(chunks, opt, sizes)
+    chunks = optimizer.wrap(chunks, opt, toy.recipe(sizes))
     return chunks, optimizer.build(chunks, opt)
 
 

@@ -71,5 +71,6 @@ def recipe(topology_: Topology | None = None, packing: bool = False) -> Recipe:
 def build(name: str, rank: Rank, opt: Optimizer, topology_: Topology | None = None, packing: bool = False):
     """(wrapped chunks, optimizer) of a toy model with seed 3."""
     topology.seed_everything(3)
-    chunks = optimizer.wrap(model.build((MODELS | FURTHER | OTHERS)[name], recipe(topology_, packing), rank), opt, topology_)
-    return chunks, optimizer.build(chunks, opt)
+    made = recipe(topology_, packing)
+    chunks = optimizer.wrap(model.build((MODELS | FURTHER | OTHERS)[name], made, rank), opt, made)
+    return chunks, optimizer.build(chunks, opt, made)
