@@ -63,7 +63,7 @@ def wrap(models: list[Any], opt: Optimizer, recipe: Recipe | None = None) -> lis
     """
     config = get_model_config(models[0])
     recipe = recipe or _defaults(config)
-    ddp = ddp_config(recipe, sharded=is_distributed(opt) and recipe.topology.distributed_optimizer)
+    ddp = _ddp_config(opt, recipe)
     ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     wrapped = []
@@ -89,6 +89,10 @@ def wrap(models: list[Any], opt: Optimizer, recipe: Recipe | None = None) -> lis
     for chunk_model in wrapped:
         chunk_model.broadcast_params()
     return wrapped
+
+
+def _ddp_config(opt: Optimizer, recipe: Recipe) -> DistributedDataParallelConfig:
+    return ddp_config(recipe, sharded=is_distributed(opt) and recipe.topology.distributed_optimizer)
 
 
 def is_distributed(opt: Optimizer) -> bool:
@@ -132,12 +136,16 @@ def build(models: list[DistributedDataParallel], opt: Optimizer, recipe: Recipe 
     return optimizer
 
 
-def optimizer_config(opt: Optimizer, recipe: Recipe, ddp: DistributedDataParallelConfig) -> OptimizerConfig:
-    """megatron-core's configuration of one phase's optimizer, over models that were wrapped by `ddp`.
+def optimizer_config(
+    opt: Optimizer, recipe: Recipe, ddp: DistributedDataParallelConfig | None = None
+) -> OptimizerConfig:
+    """megatron-core's configuration of one phase's optimizer, over models that were wrapped by `ddp` (None: by the
+    settings that `wrap` takes from the same arguments).
 
     Raises:
         RuntimeError: types of state that megatron-core keeps with Transformer Engine only (in its own words).
     """
+    ddp = ddp or _ddp_config(opt, recipe)
     return OptimizerConfig(
         optimizer=opt.name,
         lr=opt.lr,

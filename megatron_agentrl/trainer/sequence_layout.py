@@ -52,8 +52,10 @@ class SequenceLayout:
 
     def to(self, device: torch.device) -> SequenceLayout:
         """The same layout on another device."""
-        found: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in found.items() if torch.is_tensor(v)}
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in found.items() if torch.is_tensor(value)
+        }
         return replace(self, **moved)
 
     @property

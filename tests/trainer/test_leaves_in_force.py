@@ -17,6 +17,7 @@ from megatron_agentrl.recipe.leaves import get, leaves
 from megatron_agentrl.recipe.schema import Recipe
 from megatron_agentrl.recipe.values import parse
 from megatron_agentrl.trainer.config import transformer_config
+from megatron_agentrl.trainer.data_parallel import ddp_config
 from megatron_agentrl.trainer.optimizer import optimizer_config
 from megatron_agentrl.trainer.precision import ddp_fields
 
@@ -34,6 +35,14 @@ CASES: dict[str, tuple[str, str, str, str, object]] = {
     "topology.ep": ("2", "experts topology.world=2", "model", "expert_model_parallel_size", 2),
     "topology.etp": ("2", "experts topology.world=2", "model", "expert_tensor_parallel_size", 2),
     "topology.sequence_parallel": ("true", TP2, "model", "sequence_parallel", True),
+    "topology.cp": ("2", "topology.world=2", "model", "context_parallel_size", 2),
+    "topology.dispatcher": ("allgather", "experts", "model", "moe_token_dispatcher_type", "allgather"),
+    "topology.flex_backend": ("hybridep", "experts", "model", "moe_flex_dispatcher_backend", "hybridep"),
+    "topology.tp_comm_overlap": ("true", TP2 + " topology.sequence_parallel=true", "model", "tp_comm_overlap", True),
+    "topology.distributed_optimizer": ("false", "", "ddp", "use_distributed_optimizer", False),
+    "topology.overlap_grad_reduce": ("true", "", "ddp", "overlap_grad_reduce", True),
+    "topology.overlap_param_gather": ("true", "topology.overlap_grad_reduce=true", "ddp", "overlap_param_gather", True),
+    "topology.bucket_size": ("9", "topology.overlap_grad_reduce=true", "ddp", "bucket_size", 9),
     "precision.fp8": ("e4m3", "model.dtype=bf16", "model", "fp8", "e4m3"),
     "precision.fp8_recipe": ("blockwise", FP8, "model", "fp8_recipe", "blockwise"),
     "precision.fp8_param_gather": ("true", FP8, "model", "fp8_param", True),
@@ -73,7 +82,8 @@ CASES: dict[str, tuple[str, str, str, str, object]] = {
 ELSEWHERE = {
     "topology.world": "trainer.topology.init compares it with WORLD_SIZE",
     "topology.threads": "torch.set_num_threads in trainer.topology.init",
-    "topology.cp": "refused by name: the step does not cut sequences",
+    "topology.first_stage_layers": "layout.megatron.split_layers, asked by trainer.model",
+    "topology.last_stage_layers": "layout.megatron.split_layers, asked by trainer.model",
     "precision.compute_capability": "recipe.precision_rules compares it with what the FP8 recipe needs",
     "optimizer.schedule": "trainer.optimizer.learning_rate",
     "optimizer.warmup_steps": "trainer.optimizer.learning_rate",
@@ -94,7 +104,7 @@ def made(*overrides: str) -> Recipe:
 def read(recipe: Recipe, where: str, field: str, hf: dict = HF):
     found = {
         "model": lambda: vars(transformer_config(hf, recipe)),
-        "ddp": lambda: ddp_fields(recipe),
+        "ddp": lambda: vars(ddp_config(recipe, sharded=recipe.topology.distributed_optimizer)),
         "optimizer": lambda: vars(optimizer_config(recipe.optimizer, recipe)),
     }[where]()
     first, *path = field.split(".")
