@@ -114,6 +114,17 @@ def _matched(
     return [(layout, held[key]) for key, layout in expected.items()]
 
 
+def placed(
+    model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], rank: Rank
+) -> list[tuple[ParameterLayout, torch.Tensor]]:
+    """Every parameter and persistent buffer of this rank's model chunks, each with its layout.
+
+    Raises:
+        WeightsError: the model does not have the parameters that its config and coordinates imply.
+    """
+    return _matched(model, parameter_layouts(hf_config, coordinates_of(hf_config, rank), _variant_of(model)))
+
+
 def _some(problems: Sequence[str], limit: int = 10) -> str:
     rest = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
     return "; ".join(problems[:limit]) + rest
