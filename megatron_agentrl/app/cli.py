@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except KeyboardInterrupt:  # while nothing was started yet; afterwards the supervisor takes the signals
-        print("interrupted before anything was started", file=sys.stderr)
+    except KeyboardInterrupt:  # before anything was started or after all has ended; in between the supervisor takes it
+        print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
         sys.stderr.close()

@@ -20,6 +20,7 @@ from megatron_agentrl.coordinator.evals import summarize
 from megatron_agentrl.coordinator.ledger import Ledger
 from megatron_agentrl.coordinator.rows import STALE, TOO_FEW, Failure, Group, Kind, Sample
 from megatron_agentrl.coordinator.versions import VersionState, engine_names
+from megatron_agentrl.data.packing import multiples_of
 from megatron_agentrl.data.prompts import Prompt, PromptSets
 from megatron_agentrl.recipe.schema import Order, Recipe
 from megatron_agentrl.trajectory.types import STATUSES, Receipt
@@ -91,6 +92,7 @@ class Coordinator:
             ranks=topology.world // (topology.tp * topology.pp * topology.cp),
             micro_batch_tokens=recipe.train.micro_batch_tokens,
             multiple=topology.pp if topology.vpp > 1 else 1,
+            packing=multiples_of(topology) if recipe.train.packing else None,
         )
         algorithm = recipe.algorithm
         self.keep_equal = algorithm.kl_coef > 0 or algorithm.entropy_coef > 0 or algorithm.shuffle_rewards

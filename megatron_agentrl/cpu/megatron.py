@@ -8,17 +8,18 @@ Only process entry points and tests call it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import sys
 import types
 import warnings
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from megatron_agentrl.cpu import cuda, mamba
+from megatron_agentrl.cpu import cuda, mamba, packed
 
 _installed = False
 
@@ -46,6 +47,7 @@ def install() -> bool:
     _provide_modules()
     _patch_collectives()
     _patch_megatron()
+    packed.install()
     _installed = True
     return True
 
@@ -117,8 +119,17 @@ def _patch_collectives() -> None:
     dist.all_gather, dist.reduce_scatter, dist.all_to_all_single = gather_any, scatter_any, exchange  # type: ignore[assignment]
 
 
+@contextlib.contextmanager
+def _without_compile() -> Iterator[None]:
+    compile, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile
+
+
 def _patch_megatron() -> None:
-    with warnings.catch_warnings(), mock.patch.object(torch, "compile", lambda function: function):
+    with warnings.catch_warnings(), _without_compile():
         # megatron-core warns once per optional package (apex, Transformer Engine, flashinfer, ...).
         warnings.simplefilter("ignore")
         # Its fusions are decorated with torch.compile while it is imported: 15 s of start-up and a C++

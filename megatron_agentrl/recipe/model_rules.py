@@ -25,9 +25,14 @@ _OLDER = {
     "head_dim": "attention_head_dim",
 }
 
+
+def _keys(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
 #: Keys of any model: sizes that every reader uses, then what has no part in the computation (provenance, special
 #: tokens, defaults of generation, training and serving).
-_COMMON = frozenset(
+_COMMON = _keys(
     """vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim tie_word_embeddings
     max_position_embeddings rope_theta
     architectures model_type transformers_version dtype torch_dtype auto_map use_cache name_or_path license
@@ -39,7 +44,7 @@ _COMMON = frozenset(
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
     output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty
-    transformers.js_config""".split()
+    transformers.js_config"""
 )
 
 
@@ -195,16 +200,14 @@ def _decoder_special(config: Config) -> Iterator[str]:
         yield from _expert_problems(config, count)
 
 
-_DECODER_READS = frozenset(
-    "intermediate_size rms_norm_eps rope_parameters rope_scaling partial_rotary_factor layer_types".split()
-)
+_DECODER_READS = _keys("intermediate_size rms_norm_eps rope_parameters rope_scaling partial_rotary_factor layer_types")
 _DECODER_ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
 _QWEN3_READS = _DECODER_READS | {"sliding_window", "max_window_layers"}  # both without effect: no window is used
 _QWEN3_ONLY = _DECODER_ONLY | {"use_sliding_window": (False, None)}
 
 # ---- nemotron_h ---------------------------------------------------------------------------------------------------
 
-_NEMOTRON_READS = frozenset(
+_NEMOTRON_READS = _keys(
     """hybrid_override_pattern layers_block_type layer_types num_hidden_layers intermediate_size ssm_state_size
     mamba_num_heads mamba_head_dim n_groups conv_kernel chunk_size time_step_limit n_routed_experts n_shared_experts
     moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size num_experts_per_tok routed_scaling_factor
@@ -212,7 +215,7 @@ _NEMOTRON_READS = frozenset(
     mtp_hybrid_override_pattern
     expand mamba_expand num_logits_to_keep use_mamba_kernels mamba_ssm_cache_dtype rescale_prenorm_residual
     moe_shared_expert_overlap time_step_min time_step_max time_step_floor mamba_dt_min mamba_dt_max mamba_dt_init_floor
-    norm_eps rms_norm_eps rope_parameters partial_rotary_factor""".split()
+    norm_eps rms_norm_eps rope_parameters partial_rotary_factor"""
 )
 _NEMOTRON_ONLY: dict[str, tuple[Any, ...]] = {
     "use_bias": (False, None),
@@ -224,11 +227,12 @@ _NEMOTRON_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_dropout": (0.0, None),
     "n_shared_experts": (1, None),
     "residual_in_fp32": (False, None),
+    "tie_word_embeddings": (False, None),  # transformers and vLLM give these models a head of their own all the same
 }
 _NEMOTRON_LETTERS = {"linear_attention": "M", "mamba": "M", "mamba2": "M", "full_attention": "*", "attention": "*",
                      "moe": "E", "mlp": "-"}  # fmt: skip
 _NEMOTRON_NEEDS = {
-    "M": ["ssm_state_size", "mamba_num_heads", "mamba_head_dim", "n_groups"],
+    "M": ["ssm_state_size", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel"],
     "*": ["head_dim", "num_key_value_heads"],
     "E": ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size"],
     "-": ["intermediate_size"],
@@ -305,9 +309,9 @@ RULES: dict[str, Rules] = {
     "qwen3": Rules(_QWEN3_READS, _QWEN3_ONLY, _decoder_required, _decoder_special),
     "qwen3_moe": Rules(
         _QWEN3_READS
-        | frozenset(
-            "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step "
-            "mlp_only_layers".split()
+        | _keys(
+            """num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
+            mlp_only_layers"""
         ),
         _QWEN3_ONLY,
         _decoder_required,

@@ -163,7 +163,7 @@ class WarmStart:
 class Data:
     source: Source = Source.jsonl
     """Where prompts come from: `jsonl` files or a `reasoning_gym` task. Given on the command line, it drops the recipe
-    file's own prompts, eval and task."""
+    file's own prompts, eval, task and sizes."""
     prompts: str | None = None
     """Training prompts (JSONL, optionally .gz): `prompt` or `messages`, `answer`, any other keys as metadata."""
     eval: str | None = None
@@ -296,7 +296,10 @@ class Train:
     batch: int = 16
     """Groups (prompts) per step."""
     micro_batch_tokens: int = 4096
-    """Padded tokens (rows x longest row) one micro-batch may hold on a rank."""
+    """Padded tokens (rows x longest row; with `packing` the packed row) one micro-batch may hold on a
+    data-parallel rank. Under context parallelism its ranks share them."""
+    packing: bool = False
+    """Put a micro-batch's rows one after another into one row of tokens instead of padding each to the longest."""
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist in float32 at once while logprobs and their gradient are computed. Changes memory
     (3 x this x vocabulary / tp x 4 bytes at most), no number."""
@@ -323,7 +326,7 @@ class Checkpoint:
 @dataclass
 class Ports:
     host: str = "127.0.0.1"
-    """Interface that the run's own servers listen on."""
+    """IPv4 address or name of the interface that the run's own servers listen on."""
     coordinator: int = 0
     """Port of the coordinator; 0 picks a free one."""
     gateway: int = 0
@@ -349,7 +352,7 @@ class Observe:
     tensorboard: bool = True
     """Write TensorBoard events beside the JSONL metrics."""
     live: bool | None = None
-    """Live view on a terminal; null decides by whether stdout is one."""
+    """Draw the live panel (true) or print lines (false); null decides by whether stdout is a terminal."""
 
 
 @dataclass

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
+from megatron_agentrl.recipe.packing_rules import context_parallel_problems
 from megatron_agentrl.recipe.schema import Dispatcher, Recipe, Topology
 
 #: Letters of a hybrid pattern, and the words that newer configs use for them.
@@ -28,14 +29,13 @@ LARGEST = 64
 def topology_problems(topology: Topology, config: dict[str, Any] | None = None) -> Iterator[str]:
     """What keeps `topology` from forming groups and, with the model's config.json, from cutting the model."""
     config = config or {}
-    yield from _group_problems(topology)
+    yield from group_problems(topology)
     yield from _pipeline_problems(topology, config)
     if config:
         yield from _tensor_problems(topology, config)
         yield from _expert_problems(topology, config)
     yield from _communication_problems(topology)
-    if topology.cp > 1:
-        yield f"topology.cp={topology.cp}: this release does not cut sequences over ranks; set topology.cp=1"
+    yield from context_parallel_problems(topology, config)
 
 
 def data_parallel_problems(recipe: Recipe) -> Iterator[str]:
@@ -64,7 +64,8 @@ def data_parallel_problems(recipe: Recipe) -> Iterator[str]:
 # ---- groups ----------------------------------------------------------------------------------------------------
 
 
-def _group_problems(topology: Topology) -> Iterator[str]:
+def group_problems(topology: Topology) -> Iterator[str]:
+    """Sizes that cannot form process groups, whatever the model."""
     world, tp, pp, cp, ep = topology.world, topology.tp, topology.pp, topology.cp, topology.ep
     etp = topology.etp if topology.etp is not None else tp
     if world % (tp * pp * cp):

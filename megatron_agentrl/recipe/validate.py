@@ -6,10 +6,12 @@ other rooms (contents of prompt files, memory) is checked by the command line be
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 from megatron_agentrl.recipe import model_rules
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.leaves import get
+from megatron_agentrl.recipe.packing_rules import packing_problems
 from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source
 from megatron_agentrl.recipe.topology_rules import data_parallel_problems, divisors, topology_problems
 
@@ -137,7 +140,8 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
         config = read_config(recipe.model.path)
     yield from topology_problems(recipe.topology, config)
     yield from data_parallel_problems(recipe)
-    yield from _machine_problems(recipe)
+    yield from packing_problems(recipe)
+    yield from _machine_problems(recipe, mode)
     yield from _engine_problems(recipe, config)
     yield from _algorithm_problems(recipe)
     yield from _length_problems(recipe)
@@ -185,8 +189,7 @@ def _range_problems(recipe: Recipe) -> Iterator[str]:
 def model_problems(recipe: Recipe, *, weights: bool) -> Iterator[str]:
     """Files of the model folder (safetensors too where `weights`), and an architecture that all three sides know."""
     folder = Path(recipe.model.path)
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+    if (what := _what_is(folder)) != "is a folder":
         yield f"model.path={folder}: {what}; expected a Hugging Face folder with config.json and tokenizer.json"
         return
     try:
@@ -199,7 +202,9 @@ def model_problems(recipe: Recipe, *, weights: bool) -> Iterator[str]:
             f"{folder}/config.json: model_type is {config.get('model_type')!r}, expected one of "
             f"{', '.join(ARCHITECTURES)}; choose a model of those"
         )
-    yield from (f"{folder}/{line}" for line in model_rules.model_problems(config))
+    else:
+        sizes = list(_size_problems(folder, config))
+        yield from sizes or (f"{folder}/{line}" for line in model_rules.model_problems(config))
     if not (folder / "tokenizer.json").is_file():
         yield f"model.path={folder}: tokenizer.json is missing; save the tokenizer there (tokenizer.save_pretrained)"
     if not _has_chat_template(folder):
@@ -215,6 +220,31 @@ def model_problems(recipe: Recipe, *, weights: bool) -> Iterator[str]:
             f"model.max_length={recipe.model.max_length}: the model has {positions} positions "
             f"(max_position_embeddings); set model.max_length={positions} or less"
         )
+
+
+#: Entries of a config.json that layout, planner and topology compute with, and the smallest value of each.
+_SIZES = {
+    name: smallest
+    for smallest, names in (
+        (1, "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"),
+        (1, "mamba_num_heads mamba_head_dim n_groups ssm_state_size conv_kernel decoder_sparse_step"),
+        (0, "intermediate_size moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size"),
+        (0, "n_routed_experts n_shared_experts num_experts num_local_experts"),
+    )
+    for name in names.split()
+}
+
+
+def _size_problems(folder: Path, config: dict[str, Any]) -> Iterator[str]:
+    for name, smallest in _SIZES.items():
+        value = config.get(name)
+        if value is not None and (type(value) is not int or not smallest <= value < 2**31):
+            yield f"{folder}/config.json: {name} is {value!r}, expected a whole number of at least {smallest}"
+    pattern, layers = config.get("hybrid_override_pattern"), config.get("layers_block_type")
+    if pattern is not None and not (isinstance(pattern, str) and set(pattern) <= set("M*E-")):
+        yield f"{folder}/config.json: hybrid_override_pattern is {pattern!r}, expected a text of M, *, E and -"
+    if layers is not None and not (isinstance(layers, list) and all(isinstance(layer, str) for layer in layers)):
+        yield f"{folder}/config.json: layers_block_type is {layers!r}, expected a list of names"
 
 
 def _has_chat_template(folder: Path) -> bool:
@@ -249,22 +279,30 @@ def _weight_file_problems(folder: Path) -> Iterator[str]:
 # ---- machine and engines ----------------------------------------------------------------------------------------
 
 
-def gpu_count() -> int:
-    """GPUs this process may use (without loading CUDA)."""
+def gpu_names(devices: Path = Path("/dev")) -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them (without loading CUDA)."""
+    count = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    if visible is not None:
-        return min(len(devices), len([part for part in visible.split(",") if part.strip()]))
-    return len(devices)
+    if visible is None:
+        return [str(index) for index in range(count)]
+    # CUDA takes the names up to the first that is none, e.g. -1.
+    names = itertools.takewhile(lambda name: name and not name.startswith("-"), map(str.strip, visible.split(",")))
+    return list(names)[:count]
 
 
-def _machine_problems(recipe: Recipe) -> Iterator[str]:
-    world, replicas, tp = recipe.topology.world, recipe.rollout.replicas, recipe.rollout.tp
+def gpu_count() -> int:
+    """How many GPUs this process may use."""
+    return len(gpu_names())
+
+
+def _machine_problems(recipe: Recipe, mode: str) -> Iterator[str]:
+    world = recipe.topology.world if mode != "eval" else 0
+    replicas, tp = recipe.rollout.replicas if mode in ("train", "eval") else 0, recipe.rollout.tp
     if gpus := gpu_count():
         needed = world + replicas * tp
         if needed > gpus:
             yield (
-                f"topology.world={world} trainers and rollout.replicas·tp = {replicas}·{tp} need {needed} GPUs, found "
+                f"topology.world: {world} trainers and rollout.replicas·tp = {replicas}·{tp} need {needed} GPUs, found "
                 f"{gpus}; lower topology.world or rollout.replicas"
             )
         return
@@ -375,10 +413,14 @@ def _data_problems(recipe: Recipe, mode: str) -> Iterator[str]:
             yield from _file_problems("warm_start.data", warm_start.data)
     if mode in ("sft", "export"):
         return
+    if data.train_remainder and data.epochs is None:
+        yield "data.train_remainder=true: has no effect without data.epochs; set data.epochs, or leave it out"
     if data.source is Source.jsonl:
-        if data.task is not None:
-            yield f"data.task={data.task}: has no effect with data.source=jsonl; set data.source=reasoning_gym"
-        if data.prompts is None and mode == "train":
+        default = type(data)()
+        for leaf in ("task", "size", "eval_size"):
+            if (value := getattr(data, leaf)) != getattr(default, leaf):
+                yield f"data.{leaf}={value}: has no effect with data.source=jsonl; set data.source=reasoning_gym"
+        if data.prompts is None:
             yield "data.prompts=null: data.source=jsonl needs a prompts file; set data.prompts=FILE.jsonl"
         if data.eval is None and mode == "eval":
             yield "data.eval=null: the eval command needs held-out prompts; set data.eval=FILE.jsonl"
@@ -394,13 +436,24 @@ def _data_problems(recipe: Recipe, mode: str) -> Iterator[str]:
 
 
 def _file_problems(key: str, name: str) -> Iterator[str]:
-    path = Path(name)
-    if path.is_dir():
+    if (what := _what_is(Path(name))) == "is a folder":
         yield f"{key}={name}: is a folder, expected a JSONL file"
-    elif not path.exists():
+    elif what == "does not exist":
         yield f"{key}={name}: no such file (looked from {Path.cwd()}); give an existing JSONL file"
-    elif not os.access(path, os.R_OK):
+    elif what != "is a file":
+        yield f"{key}={name}: {what}; give a JSONL file that this user may read"
+    elif not os.access(name, os.R_OK):
         yield f"{key}={name}: cannot be read by this user; change its permissions"
+
+
+def _what_is(path: Path) -> str:
+    """`is a folder`, `is a file`, `does not exist`, or why it cannot be told (no permission on the way, a long name)."""
+    try:
+        return "is a folder" if stat.S_ISDIR(path.stat().st_mode) else "is a file"
+    except (FileNotFoundError, NotADirectoryError):
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be reached ({(error.strerror or str(error)).lower()})"
 
 
 # ---- ports and the run folder -----------------------------------------------------------------------------------
@@ -415,7 +468,7 @@ def port_problems(recipe: Recipe) -> Iterator[str]:
         wanted += [("ports.engine", ports.engine + i) for i in range(recipe.rollout.replicas)]
     fault = _try_bind(ports.host, 0)
     if fault is not None:
-        yield f"ports.host={ports.host}: this machine cannot listen there ({fault}); use an address of its own"
+        yield f"ports.host={ports.host}: this machine cannot listen there ({fault}); use an IPv4 address of its own"
         return
     for key, port in wanted:
         if port == 0:
@@ -430,23 +483,26 @@ def port_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _try_bind(host: str, port: int) -> str | None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             return (error.strerror or str(error)).lower()
+        except UnicodeError as error:  # e.g. an empty part between two dots
+            return str(error)
     return None
 
 
 def folder_problems(recipe: Recipe) -> Iterator[str]:
     """Whether the run folder can be written: the nearest existing folder above it takes a file."""
     run_dir = Path(recipe.run_root) / (recipe.run_name or "run")
-    existing = next((path for path in (run_dir, *run_dir.parents) if path.exists()), Path())
     way_out = "set run_root to a folder that you may write"
-    if not existing.is_dir():
-        yield f"run_root={recipe.run_root}: {existing} is a file, expected a folder; {way_out}"
+    existing, what = next(
+        (path, what) for path in (run_dir, *run_dir.parents, Path()) if (what := _what_is(path)) != "does not exist"
+    )
+    if what != "is a folder":
+        yield f"run_root={recipe.run_root}: {existing} {what}, expected a folder; {way_out}"
         return
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".write-test-") as file:

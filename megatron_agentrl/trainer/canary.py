@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.step import forward_logprobs
@@ -77,6 +78,13 @@ def score(models: list[Any], vocabulary: int, length: int, seed: int, rows: int 
         ids_BT=ids_BT, lengths_B=torch.full((count,), length), columns={"mask": torch.ones(count, length)}
     )
     with router_margins(models, count) as margin_B:
+        # Unpacked, so that a row's positions are its own in the router's input.
+        logprobs_BT = forward_logprobs(models, [batch], temperature=1.0, packing=False)[0].cpu()
+    if dist.get_world_size() > 1:  # a rank sees the positions and layers that it holds
+        margins = margin_B.to(next(models[0].parameters()).device)
+        dist.all_reduce(margins, dist.ReduceOp.MIN)
+        margin_B = margins.cpu()
+    if get_attr_wrapped_model(models[0], "packing"):  # the scores come by the path that trains
         logprobs_BT = forward_logprobs(models, [batch], temperature=1.0)[0].cpu()
     if dist.get_world_size() > 1:
         device = next(iter(models[0].parameters())).device

@@ -33,6 +33,7 @@ from megatron.core.optimizer import distrib_optimizer as _distrib
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_agentrl.trainer import whole_optimizer
+from megatron_agentrl.trainer.checkpoint_match import check_same_model
 from megatron_agentrl.trainer.optimizer import parts
 
 FORMAT = 1
@@ -99,11 +100,13 @@ def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
 
     Raises:
         IncompleteCheckpoint: the folder was never completed, or a file of it is missing or truncated.
+        OtherModel: the folder holds the weights of another model.
     """
     folder = Path(folder)
     mark = check(folder)
-    _fill_state(optimizer)
     state = _model_state(models)
+    check_same_model(folder, state)
+    _fill_state(optimizer)
     state["optimizer"] = _optimizer_state(optimizer, models, state, loading=True)
     same_world = mark["world"] == dist.get_world_size()
     if same_world:
@@ -140,10 +143,12 @@ def load_weights(folder: Path, models: list[Any]) -> None:
     """Read the weights alone; build the optimizer afterwards. Collective.
 
     Raises:
-        IncompleteCheckpoint: see `load`.
+        IncompleteCheckpoint, OtherModel: see `load`.
     """
     check(Path(folder))
-    _put_model(models, dist_checkpointing.load(_model_state(models), str(folder)))
+    state = _model_state(models)
+    check_same_model(Path(folder), state)
+    _put_model(models, dist_checkpointing.load(state, str(folder)))
 
 
 def check(folder: Path) -> dict[str, Any]:
@@ -155,13 +160,17 @@ def check(folder: Path) -> dict[str, Any]:
     mark_file = folder / MARK
     if not mark_file.is_file():
         raise IncompleteCheckpoint(f"{folder}: no {MARK}; the save did not finish. Use an older checkpoint")
-    mark = json.loads(mark_file.read_text())
-    if mark.get("format") != FORMAT:
-        raise IncompleteCheckpoint(f"{folder}: format {mark.get('format')!r}, this program reads {FORMAT}")
+    try:
+        mark = json.loads(mark_file.read_text())
+        found = mark["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise IncompleteCheckpoint(f"{folder}: {MARK} is damaged ({error!r}). Use an older checkpoint") from error
+    if found != FORMAT:
+        raise IncompleteCheckpoint(f"{folder}: format {found!r}, this program reads {FORMAT}")
     for name, size in mark["files"].items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes"
+        bytes_now = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if bytes_now != size:
+            what = "is missing" if bytes_now is None else f"has {bytes_now} bytes"
             raise IncompleteCheckpoint(f"{folder}: {name} {what}, {size} bytes were written")
     return mark
 
@@ -175,7 +184,7 @@ def newest(folder: Path) -> Newest:
             continue
         match = _STEP.fullmatch(path.name)
         if match is None:
-            skipped.append(f"{path.name}: not step_N; a save was interrupted")
+            skipped.append(f"{path.name}: not step_N; an interrupted save or removal left it")
         else:
             steps.append((int(match[1]), path))
     for step, path in sorted(steps, reverse=True):
@@ -191,7 +200,8 @@ def newest(folder: Path) -> Newest:
 def prune(folder: Path, keep: int) -> list[Path]:
     """Remove all but the `keep` newest complete checkpoints, and what interrupted saves left. First rank only.
 
-    Folders that are incomplete under a final name are kept for a person to look at. Returns what was removed.
+    Folders that are incomplete or damaged under a final name are kept for a person to look at, and do not count.
+    Returns what was removed.
 
     Raises:
         ValueError: keep is below 1.
@@ -204,14 +214,22 @@ def prune(folder: Path, keep: int) -> list[Path]:
         if match is None:
             if path.is_dir() and path.name.startswith("step_") and path.name.endswith(".tmp"):
                 removed.append(path)
-        elif (path / MARK).is_file():
+        elif _whole(path):
             complete.append((int(match[1]), path))
     removed += [path for _, path in sorted(complete, reverse=True)[keep:]]
     for path in removed:
-        # Without its mark a folder is no checkpoint, so an interrupted removal leaves none that looks whole.
-        (path / MARK).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        # Under this name it is no checkpoint: what an interrupted removal leaves is removed by the next one.
+        doomed = path if path.suffix == ".tmp" else path.rename(path.with_name(f"{path.name}.removed.tmp"))
+        shutil.rmtree(doomed)
     return removed
+
+
+def _whole(folder: Path) -> bool:
+    try:
+        check(folder)
+    except IncompleteCheckpoint:
+        return False
+    return True
 
 
 def _complete(tmp: Path, final: Path, facts: dict[str, Any]) -> None:

@@ -24,8 +24,6 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         ValueError: a topology that the model cannot take, by the recipe's key.
     """
     arch, topology = architecture(hf), recipe.topology
-    if topology.cp > 1:
-        raise ValueError(f"topology.cp={topology.cp}: the step does not cut sequences yet; set topology.cp to 1")
     return TransformerConfig(
         num_layers=len(arch.pattern),
         hidden_size=hf["hidden_size"],
@@ -68,11 +66,11 @@ def precision(recipe: Recipe) -> dict[str, Any]:
 
 
 def experts(topology: Topology, present: bool) -> dict[str, Any]:
-    """How experts are routed and cut."""
+    """How experts are routed and cut; for a model without any, only what megatron-core insists on."""
     if not present:
         if topology.ep > 1:
             raise ValueError(f"topology.ep={topology.ep}, but the model has no experts; set topology.ep to 1")
-        # Asked of every model: megatron-core's default is allgather, which excludes variable lengths.
+        # With pipeline stages it refuses its own default dispatcher, also where nothing is dispatched.
         return {"moe_token_dispatcher_type": "alltoall"}
     if topology.tp > 1 and not topology.sequence_parallel:
         raise ValueError(f"topology.tp={topology.tp} with experts needs topology.sequence_parallel=true")

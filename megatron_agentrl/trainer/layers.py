@@ -24,7 +24,6 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -38,6 +37,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from megatron_agentrl.trainer.attention import LocalCoreAttention
 from megatron_agentrl.trainer.latent_experts import LocalMoELayer
 
 
@@ -135,7 +135,7 @@ def local_stack_spec(mixer: dict[str, Any]) -> ModuleSpec:
                         params={"attn_mask_type": AttnMaskType.causal},
                         submodules=SelfAttentionSubmodules(
                             linear_qkv=NormColumnParallelLinear,
-                            core_attention=DotProductAttention,
+                            core_attention=LocalCoreAttention,
                             linear_proj=RowParallelLinear,
                             q_layernorm=RMSNorm,
                             k_layernorm=RMSNorm,
@@ -181,7 +181,6 @@ def stack_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
         )
         return spec
     for feature, used in (
-        ("context parallelism (topology.cp > 1)", config.context_parallel_size > 1),
         ("fp8", bool(config.fp8)),
     ):
         if used:

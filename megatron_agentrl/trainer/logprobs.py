@@ -98,7 +98,7 @@ class _TokenLogprobs(torch.autograd.Function):
         first = columns * group.rank() if group is not None and shares else 0
         real = max(0, min(columns, vocab_size - first))
         logits_NV, ids_N = logits_BTV.reshape(-1, columns), ids_BT.reshape(-1) - first
-        reduce = _shared if shares else _alone
+        reduce: Any = _shared if shares else _alone
         logprobs_N, entropy_N, kept = reduce(logits_NV[:, :real], ids_N, temperature, group, chunk_tokens, entropy)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits_BTV, ids_N, entropy_N, *kept)

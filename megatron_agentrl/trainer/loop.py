@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_agentrl.algorithm.advantages import group_advantages
 from megatron_agentrl.data.encoded import EncodedDemonstrations
+from megatron_agentrl.data.packing import first_fit, multiples_of
 from megatron_agentrl.layout.megatron import fp32_tensors, hf_tensors
 from megatron_agentrl.observe.events import EventLog
 from megatron_agentrl.observe.metrics import MetricsWriter
@@ -122,7 +123,12 @@ def _warm_start_step(t: Trainer, optimizer: Any, rows: list[tuple[list[int], lis
 
 
 def _sft_micro_batches(t: Trainer, rows: list[tuple[list[int], list[int]]]) -> Iterator[MicroBatch]:
-    """Rows in order of length, cut so that rows x longest stays within the recipe's micro-batch."""
+    """Rows in micro-batches within the recipe's bound: packed, or in order of length so that little is padded."""
+    if t.recipe.train.packing:
+        lengths = [[len(ids)] for ids, _ in rows]
+        for indices in first_fit(lengths, t.recipe.train.micro_batch_tokens, multiples_of(t.recipe.topology)):
+            yield sft_micro_batch([rows[index] for index in indices], t.pad_id)
+        return
     chunk: list[tuple[list[int], list[int]]] = []
     for row in sorted(rows, key=lambda r: len(r[0])):
         if chunk and (len(chunk) + 1) * len(row[0]) > t.recipe.train.micro_batch_tokens:
@@ -348,20 +354,18 @@ def evaluate(t: Trainer, tag: str, version: int) -> None:
         t0 = time.perf_counter()
         with t.events.span("eval", tag=tag, version=version):
             reply = t.coordinator.evaluate(tag, version, t.recipe.deadlines.eval)
-        t.metrics.log(
-            "eval",
-            version,
-            {
-                "tag": tag,
-                "version": version,
-                "size": reply["size"],
-                "finished": reply["finished"],
-                "success": reply["success"],
-                "tokens_sampled": reply["tokens"],
-                **reply["metrics"],
-                "seconds": time.perf_counter() - t0,
-            },
-        )
+        line = {
+            "tag": tag,
+            "version": version,
+            "size": reply["size"],
+            "finished": reply["finished"],
+            "success": reply["success"],
+            "tokens_sampled": reply["tokens"],
+            "seconds": time.perf_counter() - t0,
+        }
+        # The agent's own metrics may not take the place of these.
+        own = {f"{name}_" if name in line else name: value for name, value in reply["metrics"].items()}
+        t.metrics.log("eval", version, line | own)
         return True
 
     from_rank0(run)

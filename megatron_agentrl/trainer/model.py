@@ -60,7 +60,7 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
             model.rotary_pos_emb.inv_freq = model.rotary_pos_emb._apply_scaling(
                 model.rotary_pos_emb.inv_freq, **arch.rope_llama3
             )
-        model.true_vocab_size = arch.vocab_size
+        model.true_vocab_size, model.packing = arch.vocab_size, recipe.train.packing
         model.logprob_chunk_tokens = recipe.train.logprob_chunk_tokens
         chunks.append(model.to(rank.device))
     return chunks

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_agentrl.layout.config import size
 from megatron_agentrl.layout.megatron import fp32_tensors, hf_tensors, layer_pattern
 from megatron_agentrl.trainer.weights_io import read_config, save_hf
 
@@ -45,7 +46,7 @@ def random_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Disk names and initial values of all tensors, in the checkpoint's order."""
     branches = len(layer_pattern(config))
-    out_std = 0.04 / math.sqrt(2 * branches) * math.sqrt(128 / config["hidden_size"])
+    out_std = 0.04 / math.sqrt(2 * branches) * math.sqrt(128 / size(config, "hidden_size"))
     keep = fp32_tensors(config)
     for name, shape in hf_tensors(config).items():
         digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()

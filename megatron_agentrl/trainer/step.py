@@ -27,6 +27,7 @@ from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.logprobs import token_logprobs, token_logprobs_and_entropy
 from megatron_agentrl.trainer.micro_batches import conform
 from megatron_agentrl.trainer.optimizer import routers, set_learning_rate
+from megatron_agentrl.trainer.sequence_layout import SequenceLayout, lay_out
 
 #: (logprobs_BT, micro-batch) -> (loss summed over trained tokens, metrics summed over them).
 #: logprobs_BT[b, t] is the logprob of ids_BT[b, t]; column 0 is 0 and must be masked.
@@ -62,8 +63,7 @@ def _runnable(batch: MicroBatch) -> MicroBatch:
     """The micro-batch, or one row of two padding tokens where there is nothing to run."""
     if not _shapeless(batch):
         return batch
-    device = batch.ids_BT.device
-    return MicroBatch(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64), {})
+    return MicroBatch(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), {})
 
 
 def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -71,39 +71,44 @@ def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return MicroBatch(batch.ids_BT.to(device), batch.lengths_B.to(device), columns)
 
 
-def _forward(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """Run the model on all tokens but the last of each row: logits [B, >= T-1, V] on the last stage."""
-    inputs = batch.ids_BT[:, :-1]
-    ranks, rank = 1, 0
+def _lay_out(
+    model: torch.nn.Module, batch: MicroBatch, device: torch.device, packing: bool | None = None
+) -> SequenceLayout:
+    """Where this rank's model finds the tokens of a micro-batch that lies on the CPU."""
+    return lay_out(
+        batch,
+        packing=get_attr_wrapped_model(model, "packing") if packing is None else packing,
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=get_model_config(model).sequence_parallel,
+        cp=parallel_state.get_context_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+    ).to(device)
+
+
+def _forward(model: torch.nn.Module, layout: SequenceLayout) -> torch.Tensor:
+    """Run the model on this rank's positions: logits [R, L, V] on the last stage."""
+    padding = layout.padding_RL  # True is what must not count for the router's bias
     if get_model_config(model).sequence_parallel:  # the sequence is cut over the tensor-parallel ranks
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        inputs = torch.nn.functional.pad(inputs, (0, -inputs.shape[1] % ranks))
-    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs).contiguous()
-    # True is what must not count for the router's bias. A row's last token predicts nothing: in the longest
-    # row it is no input at all, so counting it in the others would make the bias depend on the grouping.
-    padding = positions >= batch.lengths_B[:, None] - 1
-    return model(inputs.contiguous(), positions, None, padding_mask=padding.chunk(ranks, 1)[rank])
+        padding = padding.chunk(ranks, 1)[parallel_state.get_tensor_model_parallel_rank()]
+    return model(
+        layout.ids_RL, layout.positions_RL, None, packed_seq_params=layout.packed, padding_mask=padding.contiguous()
+    )
 
 
 def _logprobs(
-    logits: torch.Tensor, batch: MicroBatch, temperature: float, model: torch.nn.Module, entropy: bool = False
+    logits: torch.Tensor, layout: SequenceLayout, temperature: float, model: torch.nn.Module, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """logprobs_BT aligned with the ids and, where asked, the entropy_BT of the distributions they were picked from;
-    both 0 at the first position and in the padding."""
+    both 0 at the first position and in the padding, and whole on every rank."""
     group = parallel_state.get_tensor_model_parallel_group()
     vocab_size, chunk_tokens = (get_attr_wrapped_model(model, x) for x in ("true_vocab_size", "logprob_chunk_tokens"))
-    length = batch.ids_BT.shape[1]
-    real = torch.arange(1, length, device=logits.device) < batch.lengths_B[:, None]
-
-    def aligned(values: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(torch.where(real, values, 0.0), (1, 0))
-
-    given = logits[:, : length - 1], batch.ids_BT[:, 1:], temperature, vocab_size, group, chunk_tokens
+    given = logits, layout.targets_RL, temperature, vocab_size, group, chunk_tokens
+    over = parallel_state.get_context_parallel_group()
     if not entropy:
-        return aligned(token_logprobs(*given)), None
-    logprobs, entropies = token_logprobs_and_entropy(*given)
-    return aligned(logprobs), aligned(entropies)
+        return layout.to_rows(token_logprobs(*given), over), None
+    logprobs_RL, entropy_RL = token_logprobs_and_entropy(*given)
+    return layout.to_rows(logprobs_RL, over), layout.to_rows(entropy_RL, over)
 
 
 def _run(models: list[Any], batches: list[MicroBatch], forward_step: Any, *, train: bool) -> list[Any]:
@@ -160,7 +165,7 @@ def _over_ranks(sums: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     own: dict[str, float] = {}
     for metrics in sums:
         _reduce(own, metrics)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group = parallel_state.get_data_parallel_group()  # context-parallel ranks hold the same rows
     total: dict[str, float] = {}
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         gathered: list[Any] = [None] * group.size()
@@ -208,8 +213,8 @@ def train_step(
     _check_counts(batches)
     config, device = get_model_config(models[0]), _device()
 
-    def loss_of(batch: MicroBatch, counted: bool, logits: torch.Tensor) -> Any:
-        logprobs, entropy_BT = _logprobs(logits, batch, temperature, models[0], entropy)
+    def loss_of(batch: MicroBatch, layout: SequenceLayout, counted: bool, logits: torch.Tensor) -> Any:
+        logprobs, entropy_BT = _logprobs(logits, layout, temperature, models[0], entropy)
         if entropy_BT is not None:
             batch.columns["entropy"] = entropy_BT  # the batch is this pass's own copy
         if counted:
@@ -223,8 +228,9 @@ def train_step(
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         batch = next(batches)
         counted = not is_empty(batch)
-        batch = _to(_runnable(batch), device)
-        return _forward(model, batch), partial(loss_of, batch, counted)
+        batch = _runnable(batch)
+        layout = _lay_out(model, batch, device)
+        return _forward(model, layout), partial(loss_of, _to(batch, device), layout, counted)
 
     def finalize(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
         finalize_model_grads(chunks, None, **kwargs)
@@ -258,11 +264,13 @@ def train_step(
 
 
 @torch.no_grad()
-def forward_logprobs(models: list[Any], batches: list[MicroBatch], temperature: float = 1.0) -> list[torch.Tensor]:
+def forward_logprobs(
+    models: list[Any], batches: list[MicroBatch], temperature: float = 1.0, packing: bool | None = None
+) -> list[torch.Tensor]:
     """Logprobs of the given tokens under the present weights, by the same path as training. Collective.
 
-    Returns one float32 [B, T] on the CPU per micro-batch (0 at the first position and in the padding; [B, T]
-    of zeros for an empty one), on every pipeline stage.
+    `packing` says how rows lie in the model's input; None is the recipe's way. Returns one float32 [B, T] on the CPU
+    per micro-batch (0 at the first position and in the padding; [B, T] of zeros for an empty one), on every rank.
 
     Raises:
         ValueError: the ranks disagree on the number of micro-batches.
@@ -270,12 +278,12 @@ def forward_logprobs(models: list[Any], batches: list[MicroBatch], temperature: 
     _check_counts(batches)
     device = _device()
 
-    def keep(batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
-        return _logprobs(logits, batch, temperature, models[0])[0].cpu()
+    def keep(layout: SequenceLayout, logits: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
+        return _logprobs(logits, layout, temperature, models[0])[0].cpu()
 
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
-        batch = _to(_runnable(next(batches)), device)
-        return _forward(model, batch), partial(keep, batch)
+        layout = _lay_out(model, _runnable(next(batches)), device, packing)
+        return _forward(model, layout), partial(keep, layout)
 
     results = _run(models, conform(models, batches), forward_step, train=False)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_agentrl.recipe.schema import Topology
+from megatron_agentrl.recipe.topology_rules import group_problems
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,8 @@ def check(topology: Topology) -> None:
     Raises:
         ValueError: naming the sizes that do not divide, before any process group is made.
     """
-    etp = topology.etp if topology.etp is not None else topology.tp
-    dense = topology.tp * topology.pp * topology.cp
-    expert = etp * topology.ep * topology.pp
-    for name, product in (("tp * pp * cp", dense), ("etp * ep * pp", expert)):
-        if topology.world % product:
-            raise ValueError(
-                f"topology.world={topology.world} is not a multiple of {name}={product}; "
-                f"change topology.world or the parallel sizes"
-            )
-    if topology.vpp > 1 and topology.pp == 1:
-        raise ValueError(f"topology.vpp={topology.vpp} needs topology.pp > 1")
-    if topology.sequence_parallel and topology.tp == 1:
-        raise ValueError("topology.sequence_parallel needs topology.tp > 1; set it to false")
+    if problems := list(group_problems(topology)):
+        raise ValueError("; ".join(problems))
 
 
 def init(topology: Topology, seed: int, timeout: float = 300.0) -> Rank:

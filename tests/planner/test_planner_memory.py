@@ -3,28 +3,12 @@
 from math import prod
 
 import pytest
+from quickstart_shape import CONFIG as QUICKSTART
 
 from megatron_agentrl.layout.megatron import hf_tensors
 from megatron_agentrl.planner.memory import GIB, available_bytes, count_parameters, estimate
 from megatron_agentrl.recipe.schema import Dtype, Recipe
 
-QUICKSTART = {
-    "model_type": "nemotron_h",
-    "vocab_size": 272,
-    "hidden_size": 128,
-    "hybrid_override_pattern": "M*EM*E",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 32,
-    "n_groups": 2,
-    "ssm_state_size": 32,
-    "conv_kernel": 4,
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 64,
-    "moe_shared_expert_intermediate_size": 128,
-}
 NANO = {
     "model_type": "nemotron_h",
     "vocab_size": 131072,
@@ -143,7 +127,9 @@ def test_dense_decoders_have_their_published_sizes():
     assert count_parameters(QWEN3_8B).experts == 0
 
 
-@pytest.mark.parametrize("model", [QUICKSTART, NANO, QWEN3_30B, LLAMA_8B, QWEN3_8B, QWEN3_30B | {"mlp_only_layers": [0, 5]}])
+@pytest.mark.parametrize(
+    "model", [QUICKSTART, NANO, QWEN3_30B, LLAMA_8B, QWEN3_8B, QWEN3_30B | {"mlp_only_layers": [0, 5]}]
+)
 def test_the_count_is_the_sum_over_the_tensors_of_the_layout(model):
     config = {"head_dim": 128, "conv_kernel": 4} | model
     assert count_parameters(config).total == sum(prod(shape) for shape in hf_tensors(config).values())

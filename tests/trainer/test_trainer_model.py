@@ -40,12 +40,8 @@ def test_what_is_not_computed_is_refused_by_name(hf, words):
 
 
 def test_topologies_that_the_model_cannot_take_are_refused_by_name():
-    for topo, words in (
-        (Topology(world=2, tp=2), "sequence_parallel=true"),
-        (Topology(world=2, cp=2), "topology.cp=2"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            transformer_config(toy.NEMOTRON, toy.recipe(topo))
+    with pytest.raises(ValueError, match="sequence_parallel=true"):
+        transformer_config(toy.NEMOTRON, toy.recipe(Topology(world=2, tp=2)))
 
 
 def test_infinity_as_transformers_writes_it():
