@@ -41,21 +41,22 @@ RESUMABLE = (
 SOURCE_LEAVES = ("data.prompts", "data.eval", "data.task", "data.size", "data.eval_size")
 
 
-def load(overrides: Iterable[str], recipes_dir: str | Path) -> Recipe:
+def load(overrides: Iterable[str], recipes_dir: str | Path, *, needs_file: bool = True) -> Recipe:
     """The recipe that `["recipe=NAME", "key=value", ...]` asks for.
 
     `recipe=NAME` is `recipes_dir/NAME.yaml`, `recipe=PATH.yaml` that file. Every value is typed by the schema;
-    an unknown key, a repeated key, `+key`, `~key` or a value of another type raises RecipeError.
+    an unknown key, a repeated key, `+key`, `~key` or a value of another type raises RecipeError. Without
+    `needs_file` the overrides alone may do, over the schema's defaults (`run_name` is then `unnamed`).
     """
     recipes_dir = Path(recipes_dir)
     pairs = _split(overrides)
-    if "recipe" not in pairs:
+    if "recipe" not in pairs and needs_file:
         raise RecipeError(
             f"recipe=NAME is missing; found in {recipes_dir}/: {', '.join(_names(recipes_dir)) or 'none'}"
         )
-    path = _recipe_file(pairs.pop("recipe"), recipes_dir)
+    path = _recipe_file(pairs.pop("recipe"), recipes_dir) if "recipe" in pairs else None
     values: dict[str, Any] = {}
-    for file, prefix in _files(path, recipes_dir):
+    for file, prefix in _files(path, recipes_dir) if path else ():
         values.update(_read(file, prefix))
     if "data.source" in pairs:
         # Another source than the file's: what the file says of its own source goes with it.
@@ -65,7 +66,7 @@ def load(overrides: Iterable[str], recipes_dir: str | Path) -> Recipe:
         values[key] = parse(_leaf(key), given)
     recipe = _build(values)
     if recipe.run_name is None:
-        recipe.run_name = path.stem
+        recipe.run_name = path.stem if path else "unnamed"
     check_run_name(recipe.run_name)
     return recipe
 

@@ -167,6 +167,18 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
     yield from folder_problems(recipe)
 
 
+def rank_problems(recipe: Recipe) -> Iterator[str]:
+    """One line for each thing that keeps a rank of the recipe's topology from being built: ranges, config.json and
+    the topology. Neither weights nor a tokenizer, data or as many GPUs are needed for that."""
+    out_of_range = list(_range_problems(recipe))
+    yield from out_of_range
+    if out_of_range:
+        return
+    config = read_config(recipe.model.path)
+    yield from _config_problems(Path(recipe.model.path), config)
+    yield from topology_problems(recipe.topology, config)
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
     """`config.json` of a Hugging Face folder; RecipeError where it is missing or no JSON object."""
     path = Path(folder) / "config.json"
@@ -211,14 +223,7 @@ def model_problems(recipe: Recipe, *, weights: bool) -> Iterator[str]:
     except RecipeError as error:
         yield str(error)
         return
-    if config.get("model_type") not in ARCHITECTURES:
-        yield (
-            f"{folder}/config.json: model_type is {config.get('model_type')!r}, expected one of "
-            f"{', '.join(ARCHITECTURES)}; choose a model of those"
-        )
-    else:
-        sizes = list(_size_problems(folder, config))
-        yield from sizes or (f"{folder}/{line}" for line in model_rules.model_problems(config))
+    yield from _config_problems(folder, config)
     if not (folder / "tokenizer.json").is_file():
         yield f"model.path={folder}: tokenizer.json is missing; save the tokenizer there (tokenizer.save_pretrained)"
     if not _has_chat_template(folder):
@@ -259,6 +264,17 @@ def _size_problems(folder: Path, config: dict[str, Any]) -> Iterator[str]:
         yield f"{folder}/config.json: hybrid_override_pattern is {pattern!r}, expected a text of M, *, E and -"
     if layers is not None and not (isinstance(layers, list) and all(isinstance(layer, str) for layer in layers)):
         yield f"{folder}/config.json: layers_block_type is {layers!r}, expected a list of names"
+
+
+def _config_problems(folder: Path, config: dict[str, Any]) -> Iterator[str]:
+    if config.get("model_type") not in ARCHITECTURES:
+        yield (
+            f"{folder}/config.json: model_type is {config.get('model_type')!r}, expected one of "
+            f"{', '.join(ARCHITECTURES)}; choose a model of those"
+        )
+    else:
+        sizes = list(_size_problems(folder, config))
+        yield from sizes or (f"{folder}/{line}" for line in model_rules.model_problems(config))
 
 
 def _has_chat_template(folder: Path) -> bool:

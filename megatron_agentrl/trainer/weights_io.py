@@ -115,6 +115,17 @@ def _matched(
     return [(layout, held[key]) for key, layout in expected.items()]
 
 
+def placed(
+    model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], rank: Rank
+) -> list[tuple[ParameterLayout, torch.Tensor]]:
+    """Every parameter and persistent buffer of this rank's model chunks, each with its layout.
+
+    Raises:
+        WeightsError: the model does not have the parameters that its config and coordinates imply.
+    """
+    return _matched(model, parameter_layouts(hf_config, coordinates_of(hf_config, rank), _variant_of(model)))
+
+
 @torch.no_grad()
 def load_hf(model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], folder: Path | str, rank: Rank) -> None:
     """Fill every parameter and persistent buffer of this rank's model chunks from the folder's safetensors.

@@ -48,7 +48,9 @@ def gaps(case: tuple, group: dist.ProcessGroup) -> dict[str, float]:
     only = whole[..., first : first + columns].clone().requires_grad_()
     (weights[0] * token_logprobs_and_entropy(only, ids, temperature, vocab, group, chunk)[0]).sum().backward()
     alone = whole.clone().requires_grad_()
-    ((alone / temperature)[..., :vocab].log_softmax(-1).gather(-1, ids[..., None])[..., 0] * weights[0]).sum().backward()
+    (
+        (alone / temperature)[..., :vocab].log_softmax(-1).gather(-1, ids[..., None])[..., 0] * weights[0]
+    ).sum().backward()
     return {
         "logprob": float((got[0] - want[0]).abs().max()),
         "entropy": float((got[1] - want[1]).abs().max()),
