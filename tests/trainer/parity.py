@@ -9,9 +9,6 @@ serves all cells of a world size. A cell that cannot be is one that `check` refu
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +19,7 @@ if __name__ == "__main__":
 
     megatron.install()
 
+import processes
 import torch
 import trainer_toy as toy
 from safetensors.torch import load_file, save_file
@@ -34,7 +32,6 @@ from megatron_agentrl.trainer.step import forward_logprobs, train_step
 from megatron_agentrl.trainer.topology import Rank
 from megatron_agentrl.trainer.weights_io import iterate_hf, load_hf
 
-HERE = Path(__file__).parent
 DEADLINE = 600  # seconds that all cells of one world size may take on a busy machine
 STEPS = 4
 
@@ -163,17 +160,17 @@ def write_starts(shared: Path, rank: Rank) -> None:
         save_file({key: t.clone() for key, t in tensors if t is not None}, folder / "model.safetensors")
 
 
-def worker(shared: Path, cells: list[str], port: str) -> None:
+def worker(shared: Path, cells: list[str]) -> None:
     """Work through the cells ("layout/model"), which all have this world size; rank 0 leaves the files."""
-    os.environ["MASTER_PORT"] = port
-    present = ""
+    present, meetings = "", 0
     for cell in cells:
         layout, name = cell.split("/")
         sizes = LAYOUTS[layout]
         if layout != present:
             if present:
                 topology.shutdown()
-                os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+            processes.meeting(meetings)
+            meetings += 1
             rank, present = topology.init(sizes, seed=1, timeout=DEADLINE), layout
         found = run_cell(name, rank, sizes, PLANS[rank.dp_size][rank.dp], shared / name)
         if rank.is_first:
@@ -192,47 +189,9 @@ def reference(shared: Path, rank: Rank) -> dict[str, dict[str, Any]]:
     return {name: run_cell(name, rank, Topology(), [tuple(range(6))], shared / name) for name in MODELS}
 
 
-def free_port() -> int:
-    """A port with a score of free ones above it, below the range that the kernel gives out."""
-    for port in range(20011, 32000, 61):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-    raise RuntimeError("no free port between 20011 and 32000")
-
-
 def start_processes(shared: Path, world: int, cells: list[str]) -> None:
     """Run the cells in `world` processes; their output is the error's text where one fails."""
-    env = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), str(HERE), str(HERE.parent / "layout")])
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(HERE / "parity.py"),
-        "--worker",
-        str(shared),
-        str(free_port()),
-        *cells,
-    ]
-    logs = [(shared / f"world{world}-{index}.log").open("w+") for index in range(world)]
-    started = [
-        subprocess.Popen(command, env=dict(env, RANK=str(index)), stdout=log, stderr=subprocess.STDOUT)
-        for index, log in enumerate(logs)
-    ]
-    try:
-        for process in started:
-            process.wait(timeout=DEADLINE)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-        texts = []
-        for log in logs:
-            log.seek(0)
-            texts.append(log.read())
-            log.close()
-    assert [process.returncode for process in started] == [0] * world, "\n".join(texts)[-6000:]
+    processes.run("parity.py", world, shared, "--worker", str(shared), *cells, meetings=len(cells), deadline=DEADLINE)
 
 
 def cells(world: int) -> list[tuple[str, str]]:
@@ -306,7 +265,7 @@ def main() -> None:
     import tempfile
 
     if sys.argv[1:2] == ["--worker"]:
-        worker(Path(sys.argv[2]), sys.argv[4:], sys.argv[3])
+        worker(Path(sys.argv[2]), sys.argv[3:])
         return
     worlds = [int(world) for world in sys.argv[2].split(",")] if sys.argv[1:2] == ["--worlds"] else [2, 3, 4]
     with tempfile.TemporaryDirectory() as folder:
