@@ -17,12 +17,13 @@ from typing import Any
 
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.leaves import get
+from megatron_agentrl.recipe.mtp_rules import mtp_problems
 from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source, Topology
 
 MODES = ("train", "sft", "eval", "export")
 
 #: Architectures that have a layout on all three sides (Hugging Face, Megatron-Core, engine), by `model_type`.
-ARCHITECTURES = ("nemotron_h", "qwen3_moe")
+ARCHITECTURES = ("deepseek_v3", "nemotron_h", "qwen3_moe")
 
 OPTIMIZERS = ("adam", "sgd")
 ENGINES = ("auto", "vllm", "vllm-cpu")
@@ -88,6 +89,7 @@ for _section in ("optimizer", "warm_start.optimizer"):
 
 #: Keys whose value must be greater than zero.
 POSITIVE = (
+    "model.mtp.loss_weight",
     "optimizer.lr",
     "optimizer.eps",
     "warm_start.optimizer.lr",
@@ -129,6 +131,7 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
     if not found:
         config = read_config(recipe.model.path)
     yield from topology_problems(recipe.topology, config)
+    yield from mtp_problems(recipe, config)
     yield from _machine_problems(recipe)
     yield from _engine_problems(recipe, config)
     yield from _algorithm_problems(recipe)

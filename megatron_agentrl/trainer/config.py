@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from megatron_agentrl.recipe.schema import Dtype, Recipe, Topology
+from megatron_agentrl.layout.megatron import heads_pattern
+from megatron_agentrl.recipe.schema import Dtype, Mtp, Recipe, Topology
 from megatron_agentrl.trainer.architectures import architecture
 
 
@@ -26,7 +27,10 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     arch, topology = architecture(hf), recipe.topology
     if topology.cp > 1:
         raise ValueError(f"topology.cp={topology.cp}: the step does not cut sequences yet; set topology.cp to 1")
-    return TransformerConfig(
+    latent = arch.config.get("multi_latent_attention", False)
+    if latent and topology.tp > 1 and not topology.sequence_parallel:
+        raise ValueError(f"topology.tp={topology.tp} with latent attention needs topology.sequence_parallel=true")
+    return (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=len(arch.pattern),
         hidden_size=hf["hidden_size"],
         normalization="RMSNorm",
@@ -39,6 +43,7 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         **precision(recipe),
         **experts(topology, "E" in arch.pattern),
         **fusions(),
+        **prediction_heads(hf, recipe.model.mtp),
         **arch.config,
     )
 
@@ -78,6 +83,16 @@ def experts(topology: Topology, present: bool) -> dict[str, Any]:
         "moe_router_bias_update_rate": 0.0,
         "moe_token_dispatcher_type": "alltoall",
     }
+
+
+def prediction_heads(hf: dict[str, Any], mtp: Mtp) -> dict[str, Any]:
+    """Multi-token-prediction heads; {} where they are not trained. Raises ValueError for a model without any."""
+    if not mtp.train:
+        return {}
+    count = heads_pattern(hf)[1]
+    if not count:
+        raise ValueError("model.mtp.train=true, but the model has no prediction heads; set model.mtp.train=false")
+    return {"mtp_num_layers": count, "mtp_loss_scaling_factor": mtp.loss_weight, "mtp_detach_heads": mtp.detach}
 
 
 def fusions() -> dict[str, bool]:

@@ -103,6 +103,7 @@ def warm_start(t: Trainer, demonstrations: EncodedDemonstrations) -> None:
                     "lr": lr,
                     "tokens": result.tokens,
                     "seconds": seconds,
+                    **{k: v / result.tokens for k, v in result.metrics.items() if k == "mtp_cross_entropy"},
                 },
             )
             if t.coordinator is not None and (step % 10 == 0 or step == ws.steps):
@@ -288,7 +289,8 @@ def publish_version(t: Trainer, version: int) -> None:
     """
     rows = canary.score(t.models, t.hf_config["vocab_size"], t.recipe.weights.canary_tokens, seed=t.recipe.seed)
     dtype = TORCH_DTYPE[t.recipe.rollout.dtype]
-    tensors = iterate_hf(t.models, t.hf_config, t.rank, dtype)
+    # An engine that does not draft has no place for the heads of multi-token prediction.
+    tensors = iterate_hf(t.models, t.hf_config, t.rank, dtype, heads=False)
     if not t.first:
         for _ in tensors:
             pass

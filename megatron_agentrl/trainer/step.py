@@ -25,6 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.logprobs import token_logprobs
+from megatron_agentrl.trainer.mtp import has_heads, heads_loss, predictions
 from megatron_agentrl.trainer.optimizer import routers, set_learning_rate
 
 #: (logprobs_BT, micro-batch) -> (loss summed over trained tokens, metrics summed over them).
@@ -64,8 +65,9 @@ def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return MicroBatch(batch.ids_BT.to(device), batch.lengths_B.to(device), columns)
 
 
-def _forward(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """Run the model on all tokens but the last of each row: logits [B, >= T-1, V] on the last stage."""
+def _forward(model: torch.nn.Module, batch: MicroBatch, heads: bool = False) -> torch.Tensor:
+    """Run the model on all tokens but the last of each row: logits [B, >= T-1, V] on the last stage. With `heads`,
+    what its prediction heads give waits in `mtp.predictions`."""
     inputs = batch.ids_BT[:, :-1]
     ranks, rank = 1, 0
     if get_model_config(model).sequence_parallel:  # the sequence is cut over the tensor-parallel ranks
@@ -76,7 +78,8 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     # True is what must not count for the router's bias. A row's last token predicts nothing: in the longest
     # row it is no input at all, so counting it in the others would make the bias depend on the grouping.
     padding = positions >= batch.lengths_B[:, None] - 1
-    return model(inputs.contiguous(), positions, None, padding_mask=padding.chunk(ranks, 1)[rank])
+    extra = {"lengths_B": batch.lengths_B} if heads else {}
+    return model(inputs.contiguous(), positions, None, padding_mask=padding.chunk(ranks, 1)[rank], **extra)
 
 
 def _logprobs(logits: torch.Tensor, batch: MicroBatch, temperature: float, vocab_size: int) -> torch.Tensor:
@@ -184,21 +187,30 @@ def train_step(
     config, device = get_model_config(models[0]), _device()
     vocab_size = get_attr_wrapped_model(models[0], "true_vocab_size")
 
-    def loss_of(batch: MicroBatch, counted: bool, logits: torch.Tensor) -> Any:
+    def loss_of(batch: MicroBatch, counted: bool, heads: list[torch.Tensor], logits: torch.Tensor) -> Any:
         logprobs = _logprobs(logits, batch, temperature, vocab_size)
         if counted:
             loss, metrics = loss_fn(logprobs, batch)
         else:
             loss, metrics = logprobs.sum() * 0.0, {}  # keeps the graph, so that backward meets the other ranks
         sums = {name: torch.as_tensor(value).detach() for name, value in metrics.items()}
+        sums[""] = loss.detach()
+        if heads:
+            group = parallel_state.get_tensor_model_parallel_group()
+            extra = heads_loss(
+                heads, batch, lambda z, ids: token_logprobs(z, ids, temperature, vocab_size, group), counted
+            )
+            sums["mtp_cross_entropy"] = extra.detach()
+            loss = loss + config.mtp_loss_scaling_factor * extra
         no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)  # `finalize` divides by `tokens`
-        return loss.float(), no_tokens, {"": loss.detach(), **sums}
+        return loss.float(), no_tokens, sums
 
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         batch = next(batches)
         counted = not is_empty(batch)
         batch = _to(batch if counted else _stand_in(batch), device)
-        return _forward(model, batch), partial(loss_of, batch, counted)
+        output = _forward(model, batch, heads=has_heads(model))
+        return output, partial(loss_of, batch, counted, predictions(model))
 
     def finalize(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
         finalize_model_grads(chunks, None, **kwargs)

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_agentrl.layout.megatron import layer_pattern
-from megatron_agentrl.trainer.architectures import nemotron_h, qwen3_moe
+from megatron_agentrl.trainer.architectures import deepseek_v3, nemotron_h, qwen3_moe
 from megatron_agentrl.trainer.architectures.base import Architecture
 
 READERS: dict[str, Callable[[dict[str, Any]], Architecture]] = {
+    "deepseek_v3": deepseek_v3.read,
     "nemotron_h": nemotron_h.read,
     "qwen3_moe": qwen3_moe.read,
 }
