@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -90,6 +91,12 @@ def has_heads(model: torch.nn.Module) -> bool:
 def predictions(model: torch.nn.Module) -> list[torch.Tensor]:
     """What the heads of a (wrapped) model chunk gave in its last forward; [] for a model without."""
     return get_attr_wrapped_model(model, "take")() if has_heads(model) else []
+
+
+def heads_grad_norm(optimizer: Any) -> float | None:
+    """Norm of the gradient of detached heads, which megatron-core leaves out of the optimizer's own and clips apart;
+    None where there are none. Collective. 0.19.2 has no public name for it."""
+    return optimizer._compute_grad_norms_by_group().get(MTP_GRAD_NORM_GROUP)
 
 
 def heads_loss(

@@ -25,7 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.logprobs import token_logprobs
-from megatron_agentrl.trainer.mtp import has_heads, heads_loss, predictions
+from megatron_agentrl.trainer.mtp import has_heads, heads_grad_norm, heads_loss, predictions
 from megatron_agentrl.trainer.optimizer import routers, set_learning_rate
 
 #: (logprobs_BT, micro-batch) -> (loss summed over trained tokens, metrics summed over them).
@@ -230,17 +230,27 @@ def train_step(
     # Asked before the step: megatron-core would clip by a NaN norm and apply the result.
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(grad_norm):
+    finite = math.isfinite(grad_norm)
+    if has_heads(models[0]) and (heads_norm := heads_grad_norm(optimizer)) is not None:
+        metrics[MAX + "mtp_grad_norm"] = heads_norm
+        finite = finite and math.isfinite(heads_norm)
+    if not finite:
         with torch.no_grad():
             for router, bias in biases:
                 router.expert_bias.copy_(bias)
         raise NonFiniteGradient(
-            f"step {step}: the gradient norm is {grad_norm} (loss {loss}); the step was not applied. "
+            f"step {step}: the gradient norm is {grad_norm} (loss {loss}{_heads(metrics)}); the step was not applied. "
             f"Look for infinite logprobs or advantages in this batch, or lower the learning rate"
         )
     set_learning_rate(optimizer, lr)
     applied, _, _ = optimizer.step()
     return StepResult(loss, grad_norm, float(tokens), lr, bool(applied), metrics)
+
+
+def _heads(metrics: Mapping[str, float]) -> str:
+    """What an error about the gradient says of the prediction heads, which have a norm of their own."""
+    norm = metrics.get(MAX + "mtp_grad_norm")
+    return "" if norm is None else f", the prediction heads' norm {norm}"
 
 
 @torch.no_grad()
