@@ -6,10 +6,13 @@ below; activations and the processes' own footprint are upper-side guesses from 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from megatron_agentrl.layout.megatron import hf_tensors
 from megatron_agentrl.recipe.schema import Dtype, Recipe
 
 GIB = 1024**3
@@ -55,8 +58,9 @@ class Memory:
 
 
 def count_parameters(config: dict[str, Any]) -> Parameters:
-    """Exact count for a Hugging Face config of type nemotron_h or qwen3_moe (router bias buffers included)."""
-    counters = {"nemotron_h": _nemotron_h, "qwen3_moe": _qwen3_moe}
+    """Exact count for a Hugging Face config of type nemotron_h, qwen3_moe or deepseek_v3 (router bias buffers included,
+    prediction heads not)."""
+    counters = {"nemotron_h": _nemotron_h, "qwen3_moe": _qwen3_moe, "deepseek_v3": _by_layout}
     kind = config.get("model_type")
     if kind not in counters:
         raise ValueError(f"model_type {kind!r}, expected one of {', '.join(counters)}")
@@ -128,6 +132,29 @@ def _qwen3_moe(config: dict[str, Any]) -> tuple[int, int]:
     return dense, sparse * count * 3 * hidden * config["moe_intermediate_size"]
 
 
+def _by_layout(config: dict[str, Any]) -> tuple[int, int]:
+    return _split(hf_tensors(config).items(), {"model.embed_tokens.weight", "lm_head.weight"})
+
+
+def count_heads(config: dict[str, Any]) -> Parameters:
+    """Parameters of the multi-token-prediction heads, which only a trainer that trains them holds."""
+    trunk = hf_tensors(config).keys()
+    return Parameters(*_split(hf_tensors(config, heads=True).items(), trunk), embedding=0)
+
+
+def _split(tensors: Iterable[tuple[str, tuple[int, ...]]], without: Collection[str]) -> tuple[int, int]:
+    """(dense, routed experts) elements of the tensors whose names are not in `without`."""
+    dense = experts = 0
+    for name, shape in tensors:
+        if name in without:
+            continue
+        if ".experts." in name:
+            experts += prod(shape)
+        else:
+            dense += prod(shape)
+    return dense, experts
+
+
 def estimate(recipe: Recipe, config: dict[str, Any], *, gpu: bool, mode: str = "train") -> Memory:
     """Host memory of a run. With `gpu` the weights live elsewhere and only the processes' own footprint counts."""
     trainers = 0 if mode == "eval" else recipe.topology.world
@@ -147,6 +174,9 @@ def trainer_bytes(recipe: Recipe, config: dict[str, Any]) -> float:
     etp = topology.etp if topology.etp is not None else topology.tp
     held = (parameters.dense + parameters.embedding) / topology.tp / topology.pp
     held += parameters.experts / (topology.ep * etp * topology.pp)
+    if recipe.model.mtp.train:  # all heads are on the last stage
+        heads = count_heads(config)
+        held += heads.dense / topology.tp + heads.experts / (topology.ep * etp)
     bf16 = recipe.model.dtype is Dtype.bf16
     each = 2 + 4 if bf16 else 4  # weights, and the master copy that bf16 keeps
     each += 4  # gradients

@@ -204,7 +204,8 @@ def model_problems(recipe: Recipe, *, weights: bool) -> Iterator[str]:
     if weights:
         yield from _weight_file_problems(folder)
     positions = config.get("max_position_embeddings")
-    if config.get("model_type") == "qwen3_moe" and isinstance(positions, int) and recipe.model.max_length > positions:
+    rotary = config.get("model_type") in ("qwen3_moe", "deepseek_v3")
+    if rotary and isinstance(positions, int) and recipe.model.max_length > positions:
         yield (
             f"model.max_length={recipe.model.max_length}: the model has {positions} positions "
             f"(max_position_embeddings); set model.max_length={positions} or less"

@@ -23,7 +23,7 @@ from megatron_agentrl.layout.megatron import (
     split_layers,
 )
 from megatron_agentrl.recipe.schema import Topology
-from megatron_agentrl.trainer import model
+from megatron_agentrl.trainer import layers, mla, model
 from megatron_agentrl.trainer.weights_io import coordinates_of, grid_of, load_hf
 
 
@@ -80,6 +80,21 @@ def test_every_rank_fills_all_its_parameters_and_together_they_are_the_checkpoin
     assert seen == list(expected)
 
 
+def test_whether_down_projections_are_whole_is_read_from_the_specification():
+    stack = layers.local_stack_spec({})
+    assert not mla.whole_latents(stack)
+    stack.submodules.mla_layer.submodules.self_attention.submodules.linear_kv_down_proj = torch.nn.Linear
+    assert mla.whole_latents(stack)  # as Transformer Engine's: a linear that is not column-parallel
+
+
+def test_heads_over_a_pipeline_with_tied_embeddings_are_megatron_cores_to_refuse():
+    config, sizes = mtp_toy.NEMOTRON | {"tie_word_embeddings": True}, Topology(world=2, pp=2)
+    with as_rank(1, sizes) as rank:
+        (chunk,) = model.build(config, mtp_toy.recipe(sizes), rank)
+        with pytest.raises(AssertionError):  # "No output layer" is expected where the heads are, but one is built
+            chunk.sharded_state_dict()
+
+
 @pytest.mark.parametrize("whole_latents", [False, True])
 @pytest.mark.parametrize("heads", [False, True])
 def test_either_build_covers_the_checkpoint_once(whole_latents, heads):
@@ -94,17 +109,3 @@ def test_either_build_covers_the_checkpoint_once(whole_latents, heads):
                 assert layout.shape == ((24, 40) if whole_latents else (12, 40))
     for found in holders(config, grid, variant):
         check_cover(found.tensor.name, found.tensor.shape, [box for part in found.holdings for box in part.boxes])
-
-
-def test_a_deepseek_v3_of_the_released_shape_counts_its_published_parameters():
-    config = {
-        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
-        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 3,
-        "intermediate_size": 18432, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
-        "moe_intermediate_size": 2048, "num_nextn_predict_layers": 1,
-    }  # fmt: skip
-    sizes = {name: torch.Size(shape).numel() for name, shape in hf_tensors(config, heads=True).items()}
-    main = sum(size for name, size in sizes.items() if not name.startswith("model.layers.61."))
-    assert round(main / 1e9) == 671
-    assert round((sum(sizes.values()) - main) / 1e9, 1) == 11.6  # the head without its copies of the shared tables
