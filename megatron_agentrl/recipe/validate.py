@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.leaves import get
+from megatron_agentrl.recipe.mla_rules import latent_problems
 from megatron_agentrl.recipe.mtp_rules import mtp_problems
 from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source, Topology
 
@@ -132,6 +133,7 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
         config = read_config(recipe.model.path)
     yield from topology_problems(recipe.topology, config)
     yield from mtp_problems(recipe, config)
+    yield from latent_problems(config, on_cpu=not gpu_count() or recipe.rollout.engine == "vllm-cpu")
     yield from _machine_problems(recipe)
     yield from _engine_problems(recipe, config)
     yield from _algorithm_problems(recipe)
