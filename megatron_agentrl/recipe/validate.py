@@ -133,7 +133,8 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
         config = read_config(recipe.model.path)
     yield from topology_problems(recipe.topology, config)
     yield from mtp_problems(recipe, config)
-    yield from latent_problems(config, on_cpu=not gpu_count() or recipe.rollout.engine == "vllm-cpu")
+    if mode in ("train", "eval"):
+        yield from latent_problems(config, on_cpu=not gpu_count() or recipe.rollout.engine == "vllm-cpu")
     yield from _machine_problems(recipe)
     yield from _engine_problems(recipe, config)
     yield from _algorithm_problems(recipe)
