@@ -39,6 +39,8 @@ class MultiTokenModel(HybridModel):
     """HybridModel with prediction heads on its last stage. `config.mtp_detach_heads` cuts them off from the model's
     own gradients: hidden states, embeddings and output layer are then constants to them."""
 
+    mtp_process: bool
+
     def forward(self, *args: Any, lengths_B: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         """As HybridModel; where `lengths_B` (tokens of each row) is given, the heads' logits wait in `take`."""
         kept: list[torch.Tensor] = []
