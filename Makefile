@@ -13,7 +13,7 @@ PIP := $(BIN)/pip install -q --no-compile
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: install quickstart test test-slow lint clean
+.PHONY: install quickstart test test-slow gpu-check lint clean
 
 install: $(STAMP)
 
@@ -39,6 +39,11 @@ test: install
 
 test-slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+# Numbers on this machine's GPUs against one process; on a CPU every check is skipped with its reason (ARGS=--cpu runs
+# what a CPU can, ARGS="--json FILE" keeps the figures).
+gpu-check: install
+	$(BIN)/python -m megatron_agentrl.app.gpu_check $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -113,6 +113,15 @@ class PolicyClient(AsyncOpenAI):
     def chat(self) -> PolicyChat:
         return PolicyChat(self)
 
+    def copy(self, **options: Any) -> PolicyClient:
+        """As in the library; the copy sends over the same connections."""
+        return super().copy(**options, _extra_kwargs={"session": self._session})
+
+    with_options = copy
+
+    async def close(self) -> None:
+        """Closes nothing: the connections are the worker's, and other runs use them."""
+
     async def post_once(self, path: str, body: dict[str, Any]) -> bytes | None:
         """The body of a 200 reply; None for anything else, without a word: the caller sends again and learns why."""
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}

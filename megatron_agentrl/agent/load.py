@@ -21,7 +21,7 @@ def load_agent(name: str) -> Agent:
     Raises AgentLoadError. What the module raises while it is imported is passed on as it is.
     """
     module_name, separator, class_name = name.partition(":")
-    if not (module_name and separator and class_name):
+    if not (module_name and separator and class_name) or module_name.startswith("."):
         raise AgentLoadError(f"agent.cls {name!r}: expected module:Class, e.g. my_agents.search:SearchAgent")
     here = str(Path.cwd())
     if here not in sys.path:

@@ -11,6 +11,8 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_agentrl.layout.boxes import LayoutError
+from megatron_agentrl.layout.megatron import architecture, hf_tensors
 from megatron_agentrl.planner import memory
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.schema import Init, Recipe, Source
@@ -23,7 +25,11 @@ def check(recipe: Recipe, mode: str = "train") -> list[str]:
     if found:
         raise RecipeError("\n".join(found))
     config = read_config(recipe.model.path)
-    found = [*_agent_problems(recipe, mode), *_memory_problems(recipe, config, mode)]
+    found = [
+        *_agent_problems(recipe, mode),
+        *_weight_problems(recipe, config, mode),
+        *_memory_problems(recipe, config, mode),
+    ]
     if found:
         raise RecipeError("\n".join(found))
     # Tens of thousands of small objects that are all kept until the end: looking for cycles among them takes a
@@ -37,7 +43,7 @@ def check(recipe: Recipe, mode: str = "train") -> list[str]:
 
 
 def _agent_problems(recipe: Recipe, mode: str) -> Iterator[str]:
-    """Finds the agent's class without running its module, which may be slow to import."""
+    """Finds the agent's class without running its module, which may be slow to import; its packages are imported."""
     if mode in ("sft", "export"):
         return
     name = recipe.agent.cls
@@ -49,36 +55,68 @@ def _agent_problems(recipe: Recipe, mode: str) -> Iterator[str]:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
         spec = None
+    except Exception as error:  # whatever the package of the module does when it is imported
+        yield f"agent.cls={name}: importing the package of {module} fails: {type(error).__name__}: {error}"
+        return
     if spec is None:
         yield f"agent.cls={name}: there is no module {module} (looked from {Path.cwd()}); check the name or start there"
         return
     if spec.origin is None or not spec.origin.endswith(".py"):
         return
     try:
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    except SyntaxError as error:
-        yield f"agent.cls={name}: {spec.origin}:{error.lineno}: {error.msg}"
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        line = error.lineno if isinstance(error, SyntaxError) else "?"
+        yield f"agent.cls={name}: {spec.origin}:{line}: {getattr(error, 'msg', error)}"
         return
-    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    names |= {
-        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-    names |= {
-        target.id
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    if cls not in names:
+    names = _names(tree)
+    if cls not in names and "*" not in names:
         yield f"agent.cls={name}: {spec.origin} has no {cls}; {did_you_mean(cls, names)}"
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """What the module defines, imports or assigns, at whatever depth (`try: import …`, `if …`); `*` after a star import."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def _weight_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:
+    """Whether config.json has a layout, and whether the folder's weights are that model: by their headers alone."""
+    # Imported here: reading headers takes safetensors and numpy.
+    from megatron_agentrl.trainer.hf_headers import WeightsError, differences, locate, some
+
+    folder = Path(recipe.model.path)
+    try:
+        heads = recipe.model.mtp.train and mode != "eval"
+        expected = hf_tensors(config, heads)
+        if recipe.model.init is Init.random and mode != "eval":
+            return
+        stored = locate(folder, dict(architecture(config).ALIASES))
+    except LayoutError as error:
+        yield f"model.path={folder}: {error}"
+        return
+    except WeightsError as error:
+        yield f"model.path={folder}: {error}; save the model there again"
+        return
+    if found := differences(config, {name: tensor.shape for name, tensor in stored.items()}, heads):
+        yield (
+            f"model.path={folder}: the weights are not the model of config.json ({len(stored)} tensors, expected "
+            f"{len(expected)}): {some(found, 3)}; put the two files of one model there"
+        )
 
 
 def _memory_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:
     try:
         needed = memory.estimate(recipe, config, gpu=gpu_count() > 0, mode=mode)
-    except KeyError as error:
-        yield f"{recipe.model.path}/config.json: {error} is missing; save the model's whole config there"
+    except (KeyError, TypeError, ValueError) as error:  # an entry that is missing, null or of another type
+        yield f"{recipe.model.path}/config.json: sizes are missing ({error}); save the model's whole config there"
         return
     free, limit = memory.available_bytes()
     if needed.total > free:
@@ -112,8 +150,6 @@ def _check_data(recipe: Recipe, mode: str) -> list[str]:
         else:
             prompts = load_prompts(recipe)
             lines.append(f"prompts: {len(prompts.train):,} to train on, {len(prompts.held_out):,} held out")
-            if mode == "eval" and not prompts.held_out:
-                raise RecipeError("data.eval=null: the eval command needs held-out prompts; set data.eval=FILE.jsonl")
     return lines
 
 
@@ -133,7 +169,9 @@ def _summary(recipe: Recipe, config: dict, mode: str, data: list[str]) -> list[s
     lines = [f"model: {recipe.model.path}, {config['model_type']}, {count:,} parameters, {weights}"]
     if mode != "eval":
         dense = topology.world // (topology.tp * topology.pp * topology.cp)
-        lines.append(f"topology: {topology.world} trainer process(es): dp {dense}, ep {topology.ep}")
+        cut = {name: getattr(topology, name) for name in ("tp", "etp", "cp", "pp", "vpp")}
+        sizes = [f"dp {dense}", f"ep {topology.ep}", *(f"{name} {n}" for name, n in cut.items() if n and n > 1)]
+        lines.append(f"topology: {topology.world} trainer process(es): {', '.join(sizes)}")
     if mode in ("train", "eval"):
         lines.append(
             f"rollout: {recipe.rollout.replicas} engine(s), {recipe.agent.workers} worker(s) of {recipe.agent.cls}"

@@ -21,6 +21,7 @@ COMMANDS = {
     "eval": "held-out success of the weights in model.path (folder NAME-eval)",
     "export": "the newest checkpoint of a run as a Hugging Face folder",
     "check": "checks everything that train would, starts nothing",
+    "inspect": "what one trainer rank holds, of any topology: its real megatron-core parameters (config.json is enough)",
     "recipe": "every key with type, default and documentation; with recipe=NAME, the resolved values",
 }
 
@@ -37,19 +38,37 @@ exit codes: 0 well, 1 a part of the run failed, 2 bad input, 130 interrupted
 """
 
 
+INSPECT_EXAMPLES = """\
+examples:
+  megatron-agentrl inspect recipe=quickstart
+  megatron-agentrl inspect recipe=my/recipe.yaml rank=3 topology.pp=2 world=4
+  megatron-agentrl inspect model.path=my/config-folder model.dtype=bf16 rank=3071 world=4096 \\
+      topology.tp=8 topology.sequence_parallel=true topology.pp=4 topology.ep=64 topology.etp=1
+  megatron-agentrl inspect recipe=quickstart --json | jq .totals
+
+rank counts from 0 (the default); world=W is topology.world=W. Nothing is computed and nothing communicates: no
+weights, tokenizer or other processes are needed.
+exit codes: 0 well, 2 bad input
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     # The agent's module is found from where the command was given, as it is by the worker processes.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
+        if arguments.command == "inspect":
+            from megatron_agentrl.app import inspect
+
+            return inspect.run(arguments.overrides, recipes_dir(), as_json=arguments.json)
         return _run(arguments.command, arguments.overrides)
     except RecipeError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except KeyboardInterrupt:  # while nothing was started yet; afterwards the supervisor takes the signals
-        print("interrupted before anything was started", file=sys.stderr)
+    except KeyboardInterrupt:  # before anything was started or after all has ended; in between the supervisor takes it
+        print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
         sys.stderr.close()
@@ -76,10 +95,12 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=text,
             description=text,
-            epilog=EXAMPLES,
+            epilog=INSPECT_EXAMPLES if name == "inspect" else EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        if name == "inspect":
+            command.add_argument("--json", action="store_true", help="one JSON object instead of the table")
         command.add_argument(
             "overrides", nargs="*", metavar="recipe=NAME key=value", help="a recipe and changes to its values"
         )

@@ -83,17 +83,22 @@ def evaluate(recipe: Recipe) -> int:
 def export(recipe: Recipe) -> int:
     """The newest checkpoint of the run as a Hugging Face folder."""
     from megatron_agentrl.launch.run_folder import RECIPE_FILE, locked, newest_checkpoint
-    from megatron_agentrl.recipe.load import load_resolved
+    from megatron_agentrl.recipe.load import changed, load_resolved
 
     run_dir = run_dir_of(recipe, "export")
     if newest_checkpoint(run_dir) is None:
         raise RecipeError(
             f"{run_dir}: holds no checkpoint to export; train first, or set run_name to a run that has one"
         )
+    others = [str(change) for change in changed(load_resolved(run_dir / RECIPE_FILE), recipe) if not change.resumable]
+    if others:
+        raise RecipeError(
+            f"{run_dir}: was trained with another recipe ({'; '.join(others[:3])}); to export it as it is, give "
+            f"recipe={run_dir / RECIPE_FILE}"
+        )
     check(recipe, "export")
     with locked(run_dir):
-        trained = load_resolved(run_dir / RECIPE_FILE)
-        code = _supervise(trained, run_dir, "export")
+        code = _supervise(recipe, run_dir, "export")
     if code == EXIT_OK:
         print(f"step {newest_checkpoint(run_dir)} exported to {run_dir / 'export'}")
     return code
@@ -117,7 +122,11 @@ def _supervise(recipe: Recipe, run_dir: Path, mode: str) -> int:
     endpoints = choose(ports.host, recipe.rollout.replicas, ports.coordinator, ports.gateway, ports.engine)
     endpoints.write(run_dir)
     view = LiveView(
-        run_dir, steps=recipe.train.steps, warm_start_steps=recipe.warm_start.steps, live=recipe.observe.live
+        run_dir,
+        steps=recipe.train.steps,
+        warm_start_steps=recipe.warm_start.steps,
+        doing={"eval": "evaluating", "export": "exporting"}.get(mode, "starting"),
+        live=recipe.observe.live,
     )
     with view:
         return run(recipe, roles(recipe, run_dir, endpoints, mode), run_dir, on_tick=view.tick)

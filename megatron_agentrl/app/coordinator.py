@@ -9,15 +9,14 @@ import sys
 from hashlib import blake2b
 from pathlib import Path
 
-import uvicorn
-
+from megatron_agentrl.app.serving import http_server
 from megatron_agentrl.coordinator.app import CoordinatorApp
 from megatron_agentrl.coordinator.ledger import Ledger
 from megatron_agentrl.coordinator.rows import LedgerError
 from megatron_agentrl.coordinator.service import Coordinator
 from megatron_agentrl.data.prompts import PromptSets, fingerprint, load_prompts
 from megatron_agentrl.data.stream import Stream
-from megatron_agentrl.launch.endpoints import Endpoints, host_of, port_of
+from megatron_agentrl.launch.endpoints import Endpoints
 from megatron_agentrl.observe.events import EventLog
 from megatron_agentrl.recipe.errors import RecipeError
 from megatron_agentrl.recipe.load import load_resolved
@@ -63,19 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     app = CoordinatorApp(
         Coordinator(recipe, ledger, prompts, record=events.point), endpoints.token, run_dir, on_fatal=stop
     )
-    config = uvicorn.Config(
-        app.asgi,
-        host=host_of(endpoints.coordinator),
-        port=port_of(endpoints.coordinator),
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=2,
-    )
-    server = uvicorn.Server(config)
+    server = http_server(app.asgi, endpoints.coordinator)
     for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn hands a signal on to the handler it found, once it has shut down; the default one would end the
-        # process before the ledger is closed.
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     log.info(
         "%d training and %d held-out prompts, %d groups admitted before, listening on %s",

@@ -25,7 +25,9 @@ def main(argv: list[str] | None = None) -> None:
     source.add_argument("--spec", type=str, help="EngineSpec as JSON; the token stands in the environment")
     parser.add_argument("--index", type=int, default=0, help="replica, with --run")
     parser.add_argument(
-        "--load-weights", action="store_true", help="with --run: serve the weights of model.path as version 0 (no trainer)"
+        "--load-weights",
+        action="store_true",
+        help="with --run: serve the weights of model.path as version 0 (no trainer)",
     )
     args = parser.parse_args(argv)
     lifetime.die_with_parent()

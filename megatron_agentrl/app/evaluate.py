@@ -75,7 +75,9 @@ def evaluate(http: httpx.Client, coordinator: str, deadline: float) -> dict[str,
         answer = http.get(f"{coordinator}/evals/{reply['eval_id']}", params={"wait": min(5.0, left)})
         status = answer.raise_for_status().json()
         if status["done"]:
-            return {name: status[name] for name in ("size", "finished", "failed", "message", "success", "metrics", "tokens")}
+            return {
+                name: status[name] for name in ("size", "finished", "failed", "message", "success", "metrics", "tokens")
+            }
     raise TimeoutError(
         f"the evaluation did not finish within deadlines.eval = {deadline:g} s: {status.get('finished')} of "
         f"{status.get('size')} answers; raise deadlines.eval or lower eval.size"

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
+from megatron_agentrl.app.serving import http_server
 from megatron_agentrl.chat.parse import ReplyParser
 from megatron_agentrl.chat.sampling import SamplingContract
 from megatron_agentrl.chat.template import ChatTemplate
@@ -19,7 +18,7 @@ from megatron_agentrl.chat.tokenizer import Tokenizer
 from megatron_agentrl.gateway.app import Gateway
 from megatron_agentrl.gateway.busy import Interval
 from megatron_agentrl.gateway.session import Policy
-from megatron_agentrl.launch.endpoints import Endpoints, host_of, port_of
+from megatron_agentrl.launch.endpoints import Endpoints
 from megatron_agentrl.observe.events import EventLog
 from megatron_agentrl.recipe.load import load_resolved
 from megatron_agentrl.recipe.schema import Recipe
@@ -84,22 +83,10 @@ async def serve(run_dir: Path, index: int) -> None:
         update_engine=pool.update,
         engine_stats=engine_stats,
     )
-    config = uvicorn.Config(
-        gateway.asgi,
-        host=host_of(endpoints.gateway),
-        port=port_of(endpoints.gateway),
-        log_level="warning",
-        access_log=False,
-        # Longer than the workers keep an idle connection, so that none is closed under a request.
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=2,
-    )
     for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn hands the signal on to the handler it found, once it has shut down; the default one would end the
-        # process before the spool is closed.
         signal.signal(number, lambda *_: None)
     log.info("policy %s, listening on %s", recipe.model.path, endpoints.gateway)
-    await uvicorn.Server(config).serve()
+    await http_server(gateway.asgi, endpoints.gateway).serve()
     await pool.close()
     spool.close()
     events.close()

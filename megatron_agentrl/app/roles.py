@@ -9,11 +9,15 @@ from pathlib import Path
 from megatron_agentrl.launch.endpoints import Endpoints
 from megatron_agentrl.launch.supervisor import Role
 from megatron_agentrl.recipe.schema import Recipe
-from megatron_agentrl.recipe.validate import gpu_count
+from megatron_agentrl.recipe.validate import gpu_names
 
 
 def roles(recipe: Recipe, run_dir: Path, endpoints: Endpoints, mode: str) -> list[Role]:
-    """Processes for `mode`: all of them (train), trainer ranks only (sft, export), all but those (eval)."""
+    """Processes for `mode`: all of them (train), trainer ranks only (sft, export), all but those (eval).
+
+    Each is given the run folder as an absolute path: they name files in it to one another.
+    """
+    run_dir = run_dir.resolve()
     trainers = [_trainer(recipe, run_dir, rank, mode) for rank in range(recipe.topology.world)]
     if mode in ("sft", "export"):
         return trainers
@@ -75,12 +79,12 @@ def _role(
     extra: list[str] | None = None,
 ) -> Role:
     command = [sys.executable, "-m", f"megatron_agentrl.app.{name}", "--run", str(run_dir), "--index", str(index)]
-    env = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads), "NO_PROXY": _no_proxy(recipe.ports.host)}
+    env = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads), **_no_proxy(recipe.ports.host)}
     if recipe.ports.host == "127.0.0.1":
         # A machine whose own name does not resolve would otherwise leave gloo without an address.
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    if gpu_count():
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(_visible(gpu)) for gpu in gpus)
+    if devices := gpu_names():
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[gpu] for gpu in gpus)
     return Role(
         name=f"{name}-{index}",
         argv=[*command, *(extra or [])],
@@ -91,13 +95,8 @@ def _role(
     )
 
 
-def _visible(gpu: int) -> str:
-    """Name of the `gpu`-th device of those this process may use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[gpu].strip() if visible else str(gpu)
-
-
-def _no_proxy(host: str) -> str:
-    """The run's own traffic never goes through a proxy."""
-    own = ["127.0.0.1", "localhost", host]
-    return ",".join(dict.fromkeys([*filter(None, os.environ.get("NO_PROXY", "").split(",")), *own]))
+def _no_proxy(host: str) -> dict[str, str]:
+    """The run's own traffic never goes through a proxy. Where both names are set, clients look at the lower-case one."""
+    given = ",".join(os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")).split(",")
+    hosts = ",".join(dict.fromkeys([*filter(None, given), "127.0.0.1", "localhost", host]))
+    return {"no_proxy": hosts, "NO_PROXY": hosts}

@@ -25,12 +25,11 @@ def main() -> None:
     parser.add_argument("--index", type=int, required=True, help="rank")
     parser.add_argument("--mode", choices=["train", "sft", "export"], default="train")
     args = parser.parse_args()
-    args.run = args.run.resolve()  # paths in it are named to the coordinator, which takes relative ones as inside the run
     recipe = load_resolved(args.run / "recipe.yaml")
     endpoints = Endpoints.read(args.run)
 
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    host, port = endpoints.trainer_master.split(":")
+    host, port = endpoints.trainer_master.rsplit(":", 1)
     os.environ.update(
         RANK=str(args.index), LOCAL_RANK=str(args.index), WORLD_SIZE=str(recipe.topology.world),
         MASTER_ADDR=host, MASTER_PORT=port,
@@ -58,7 +57,9 @@ def main() -> None:
     newest = checkpoint.newest(args.run / "checkpoints")
     resume_at = None if newest.path is None else newest.step
     if args.mode == "export" and newest.path is None:
-        raise SystemExit(f"{args.run}: no complete checkpoint to export ({'; '.join(newest.skipped) or 'none was written'})")
+        raise SystemExit(
+            f"{args.run}: no complete checkpoint to export ({'; '.join(newest.skipped) or 'none was written'})"
+        )
     t = loop.Trainer(recipe, args.run, rank, hf_config, [], _pad_id(hf_config), events)
     with events.span("load"):
         models = model.build(hf_config, recipe, rank)
@@ -69,7 +70,7 @@ def main() -> None:
                 torch.distributed.barrier()
                 source = args.run / "init"
             load_hf(models, hf_config, source, rank)
-        t.models = optimizer.wrap(models, recipe.optimizer)
+        t.models = optimizer.wrap(models, recipe.optimizer, recipe)
     if t.first and args.mode != "export":
         t.metrics = MetricsWriter(args.run, recipe.observe.tensorboard, resume_at=resume_at)
         for reason in newest.skipped:
@@ -115,11 +116,14 @@ def _gateway_state(endpoints: Endpoints):
     """Tells the gateway which engine may be given requests, under which version."""
     import httpx
 
-    http = httpx.Client(base_url=endpoints.gateway, timeout=30, headers={"Authorization": f"Bearer {endpoints.token}"})
+    headers = {"Authorization": f"Bearer {endpoints.token}"}
+    http = httpx.Client(base_url=endpoints.gateway, timeout=30, headers=headers, trust_env=False)
     urls = {f"engine-{i}": url for i, url in enumerate(endpoints.engines)}
 
     def tell(engine: str, state: str, version: int | None) -> None:
-        http.put(f"/engines/{engine}", json={"url": urls[engine], "state": state, "version": version}).raise_for_status()
+        http.put(
+            f"/engines/{engine}", json={"url": urls[engine], "state": state, "version": version}
+        ).raise_for_status()
 
     return tell
 

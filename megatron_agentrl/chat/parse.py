@@ -94,10 +94,10 @@ class ReplyParser:
             if "tool_calls" in cut:
                 raise ValueError("the tool call was cut off before its end mark")
             return _reply(fields, raw)
-        # KeyError: a placeholder or key that the sampled text lacks; ValueError and TypeError: text that is
+        # KeyError: a value that the transform names and the sampled text lacks; ValueError and TypeError: text that is
         # not what a region's parser expects; RecursionError: JSON nested too deep. All are the model's output.
         except (KeyError, ValueError, TypeError, RecursionError) as error:
-            reason = str(error.args[0]) if error.args else type(error).__name__
+            reason = str(error.args[0] if isinstance(error, KeyError) else error) or type(error).__name__
             return Reply(raw, parse_failure=reason, message={"role": "assistant", "content": raw})
 
 

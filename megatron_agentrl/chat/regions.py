@@ -19,7 +19,7 @@ class ResponseTemplateError(ValueError):
     """A response template that this reader does not understand."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Field:
     name: str
     open: re.Pattern[str] | None
@@ -42,6 +42,9 @@ class ResponseTemplate:
             raise ResponseTemplateError(f"response_template version {spec['version']} found, 1 expected")
         if not spec.get("fields"):
             raise ResponseTemplateError("response_template has no fields")
+        for name in ("fields", "defaults"):
+            if not isinstance(spec.get(name, {}), dict):
+                raise ResponseTemplateError(f"response_template {name}: {type(spec[name]).__name__} found, an object expected")
         self._defaults = dict(spec.get("defaults", {}))
         self._fields = [_field(name, entry) for name, entry in spec["fields"].items()]
         rest = [entry for entry in self._fields if entry.open is None]
@@ -70,7 +73,9 @@ class ResponseTemplate:
         position, cut = 0, set()
         current, start = self._rest, 0
         captures: dict[str, str] = {}
-        while True:
+        been: set[tuple[_Field | None, int]] = set()
+        while (current, position) not in been:  # marks of no width can lead back to where they began
+            been.add((current, position))
             found = self._next(text, position, current)
             stop = found[1].start() if found else len(text)
             explicit = current is not self._rest
@@ -81,8 +86,6 @@ class ResponseTemplate:
                     cut.add(current.name)
                 break
             opened, match = found
-            if match.end() == position and stop == start and opened is None:
-                break  # a closing pattern of no width that would match here for ever
             current, captures = (opened, {k: v for k, v in match.groupdict().items() if v is not None}) if opened else (self._rest, {})
             position = start = match.end()
         missing = [entry.name for entry in self._fields if not entry.optional and entry.name not in values]
@@ -120,15 +123,19 @@ def _mark(scope: str, spec: dict[str, Any], literal: str, pattern: str) -> re.Pa
         raise ResponseTemplateError(f"{scope}: give {literal} or {pattern}, not both")
     if literal in spec:
         words = [spec[literal]] if isinstance(spec[literal], str) else spec[literal]
-        if not words or not all(isinstance(word, str) and word for word in words):
+        if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
             raise ResponseTemplateError(f"{scope}: {literal} must be text or a list of texts, none empty")
         return re.compile("|".join(re.escape(word) for word in sorted(set(words), key=len, reverse=True)))
     if pattern not in spec:
         return None
+    return _pattern(scope, pattern, spec[pattern])
+
+
+def _pattern(scope: str, name: str, text: Any) -> re.Pattern[str]:
     try:
-        return re.compile(spec[pattern], re.DOTALL)
-    except re.error as error:
-        raise ResponseTemplateError(f"{scope}: {pattern} {spec[pattern]!r} is no regular expression: {error}") from error
+        return re.compile(text, re.DOTALL)
+    except (re.error, TypeError) as error:
+        raise ResponseTemplateError(f"{scope}: {name} {text!r} is no regular expression: {error}") from error
 
 
 def _field(name: str, spec: dict[str, Any]) -> _Field:
@@ -141,13 +148,28 @@ def _field(name: str, spec: dict[str, Any]) -> _Field:
         close=_mark(scope, spec, "close", "close_pattern"),
         **{key: spec[key] for key in plain & set(spec)},
     )
-    if entry.content not in _PARSERS:
-        raise ResponseTemplateError(f"{scope}: content parser {entry.content!r}; known are {', '.join(_PARSERS)}")
+    _check_parser(scope, entry.content, entry.content_args)
     if entry.join is not None and not entry.repeats:
         raise ResponseTemplateError(f"{scope}: join needs repeats: true")
     if entry.transform_each and entry.transform is None:
         raise ResponseTemplateError(f"{scope}: transform_each needs a transform")
     return entry
+
+
+def _check_parser(scope: str, name: Any, args: Any) -> None:
+    """What a parser would trip over at every turn is the template's fault, not the policy's."""
+    if not isinstance(name, str) or name not in _PARSERS:
+        raise ResponseTemplateError(f"{scope}: content parser {name!r}; known are {', '.join(_PARSERS)}")
+    if not isinstance(args, dict):
+        raise ResponseTemplateError(f"{scope}: {type(args).__name__} found for the parser's arguments, an object expected")
+    if name == "xml-inline" and "key" not in _pattern(scope, "tag_pattern", args.get("tag_pattern")).groupindex:
+        raise ResponseTemplateError(f"{scope}: tag_pattern {args['tag_pattern']!r} has no group named key")
+    if empty := [key for key in ("line_sep", "kv_sep") if args.get(key) == ""]:
+        raise ResponseTemplateError(f"{scope}: {empty[0]} is empty")
+    if args.get("value_parser") is not None:
+        inner = args["value_parser"]
+        _only(inner, {"name", "args"}, f"{scope} value_parser")
+        _check_parser(f"{scope} value_parser", inner.get("name", "text"), inner.get("args", {}))
 
 
 def _store(values: dict[str, Any], entry: _Field, value: Any) -> None:
@@ -233,7 +255,7 @@ def _xml_inline(body: str, args: dict[str, Any]) -> dict[str, Any]:
     """Values by key for each match of `tag_pattern` (groups `key` and `value`)."""
     values: dict[str, Any] = {}
     for found in re.finditer(args["tag_pattern"], body, flags=re.DOTALL):
-        key, value = found["key"], _nested(found.groupdict().get("value", ""), args)
+        key, value = found["key"], _nested(found.groupdict().get("value") or "", args)
         if key in values and args.get("merge_duplicates"):
             earlier = values[key] if isinstance(values[key], list) else [values[key]]
             value = [*earlier, value]
@@ -297,9 +319,11 @@ def _types(schema: Any) -> list[str]:
     if not isinstance(schema, dict):
         return []
     declared = schema.get("type")
-    types = [declared] if isinstance(declared, str) else [t for t in declared or [] if isinstance(t, str)]
+    listed = declared if isinstance(declared, list) else [declared]
+    types = [kind for kind in listed if isinstance(kind, str)]
     for union in ("anyOf", "oneOf"):
-        for choice in schema.get(union) or []:
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else []:
             types += _types(choice)
     return [*types, "null"] if schema.get("nullable") and "null" not in types else types
 

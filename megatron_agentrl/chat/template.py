@@ -1,7 +1,7 @@
 """A model folder's chat template: messages → prompt text, exactly as the model's authors wrote it.
 
 The template is third-party code, so it runs in Jinja's sandbox, under a time limit that is checked
-on every loop iteration and macro call, and may not build huge values. Not a tokenizer, and not a
+on every loop iteration and macro call, and may not repeat text without bound. Not a tokenizer, and not a
 judge of messages: what a template refuses (`raise_exception`) becomes a TemplateError.
 """
 
@@ -34,7 +34,7 @@ class ChatTemplate:
 
     source    the template's text
     specials  names the template may use for special tokens (bos_token, eos_token, …)
-    limit     seconds one rendering may take
+    limit     CPU seconds one rendering may take (a machine that is busy elsewhere is not the template's fault)
     """
 
     def __init__(self, source: str, specials: dict[str, str] | None = None, limit: float = 2.0) -> None:
@@ -76,13 +76,14 @@ class ChatTemplate:
 
     def render(
         self,
+        /,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         **names: Any,
     ) -> str:
         """Prompt text. Raises TemplateError with the template's own words. Not reentrant across threads."""
-        self._deadline = time.monotonic() + self._limit
+        self._deadline = time.thread_time() + self._limit
         try:
             return self._template.render(
                 {
@@ -103,7 +104,7 @@ class ChatTemplate:
 
     @jinja2.pass_context  # a filter that takes the context is not folded away at compile time
     def _tick(self, _context: Any, _: str) -> str:
-        if time.monotonic() > self._deadline:
+        if time.thread_time() > self._deadline:
             raise TemplateError(f"the chat template ran longer than {self._limit:g} s and was stopped")
         return ""
 
@@ -132,7 +133,7 @@ def _object_arguments(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         parsed = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
 

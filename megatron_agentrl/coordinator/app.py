@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -283,7 +284,7 @@ def _reply(value: Any, status: int = 200) -> Response:
 async def _body(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(await request.body(), type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"{request.url.path}: {error}") from error
 
 
@@ -294,6 +295,8 @@ def _number(request: Request, name: str, kind: Callable[[str], Any], default: An
             raise ProtocolError(f"{request.url.path}: {name} is missing from the query")
         return default
     try:
-        return kind(text)
-    except ValueError as error:
-        raise ProtocolError(f"{request.url.path}: {name}={text!r} is not a number") from error
+        if math.isfinite(value := kind(text)):
+            return value
+    except (ValueError, OverflowError):
+        pass  # said below, as for a value that is not finite
+    raise ProtocolError(f"{request.url.path}: {name}={text!r} is not a number")

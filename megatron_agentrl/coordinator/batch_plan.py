@@ -6,8 +6,9 @@ give the same plan anywhere. It never sees a token: lengths and versions per tra
 Rules:
 * Oldest-admitted groups go first. A group in which no trajectory has a trainable token left is stale and drops out.
 * A token is trainable when an engine sampled it and 0 <= step - version <= eta. Older tokens stay as context.
-* A trajectory is one row of the plan and is never split, whatever its number of segments: it takes
-  `segments x longest segment` padded tokens, and one that exceeds the bound alone gets a micro-batch of its own.
+* A trajectory is one row of the plan and is never split, whatever its number of segments. Alone it takes
+  `segments x longest segment` padded tokens; where the trainer packs, the input positions of its segments. One that
+  exceeds the bound alone gets a micro-batch of its own.
 * A row without a trainable token is left out of the micro-batches; so is one whose group has equal rewards, unless
   something other than the advantage makes its gradient non-zero. Its reward still counts in its group.
 """
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from megatron_agentrl.data.packing import Multiples, first_fit
 from megatron_agentrl.trajectory.types import Receipt
 
 
@@ -76,21 +78,26 @@ class Selection:
 @dataclass(frozen=True)
 class Shape:
     """What the trainer can take: `ranks` data-parallel ranks, micro-batches of at most `micro_batch_tokens` padded
-    tokens, their number on each rank a multiple of `multiple` (an interleaved pipeline needs its stage count)."""
+    tokens, their number on each rank a multiple of `multiple` (an interleaved pipeline needs its stage count).
+    `packing` holds the padding of packed rows; None where each segment is padded to the longest."""
 
     ranks: int
     micro_batch_tokens: int
     multiple: int = 1
+    packing: Multiples | None = None
 
 
 @dataclass
 class _MicroBatch:
     rows: list[Row]
+    packing: Multiples | None = None
     segments: int = 0
     longest: int = 0
 
     @property
     def padded(self) -> int:
+        if self.packing is not None:
+            return self.packing.positions(length for row in self.rows for length in row.receipt.lengths)
         return self.segments * self.longest
 
     def padded_with(self, row: Row) -> int:
@@ -142,13 +149,13 @@ def plan_batch(chosen: Sequence[Candidate], step: int, eta: int, shape: Shape, k
                 rows.append(Row(receipt, len(groups), member))
         receipts.extend(members)
         groups.append(GroupRewards(candidate.task_id, rewards))
-    packed = [_pack(share, shape.micro_batch_tokens) for share in _share_out(rows, shape.ranks)]
+    packed = [_pack(share, shape.micro_batch_tokens, shape.packing) for share in _share_out(rows, shape.ranks)]
     count = max(1, *(len(micro_batches) for micro_batches in packed))
     count = -(-count // shape.multiple) * shape.multiple
     for micro_batches in packed:
         _even_up(micro_batches, count)
     padded = sum(micro_batch.padded for micro_batches in packed for micro_batch in micro_batches)
-    held = sum(sum(row.receipt.lengths) for row in rows)
+    held = sum(_held(row, shape.packing) for row in rows)
     return Plan(
         step=step,
         version=step,
@@ -172,8 +179,15 @@ def _share_out(rows: Iterable[Row], ranks: int) -> list[list[Row]]:
     return shares
 
 
-def _pack(rows: Iterable[Row], bound: int) -> list[_MicroBatch]:
-    """Rows to micro-batches of at most `bound` padded tokens: neighbours in length share one, so little is padded."""
+def _pack(rows: Sequence[Row], bound: int, packing: Multiples | None) -> list[_MicroBatch]:
+    """Rows to micro-batches of at most `bound` padded tokens. Padded rows: neighbours in length share one, so little is
+    padded. Packed rows: largest first, each where there is room, so that few micro-batches are left half empty."""
+    if packing is not None:
+        rows = sorted(rows, key=lambda row: (row.group, row.member))
+        return [
+            _micro_batch([rows[index] for index in indices], packing)
+            for indices in first_fit([row.receipt.lengths for row in rows], bound, packing)
+        ]
     micro_batches: list[_MicroBatch] = []
     for row in sorted(rows, key=lambda row: (-_longest(row), row.group, row.member)):
         if not micro_batches or micro_batches[-1].padded_with(row) > bound:
@@ -196,13 +210,11 @@ def _even_up(micro_batches: list[_MicroBatch], count: int) -> None:
         if largest is None:
             micro_batches.append(_MicroBatch([]))
             continue
-        whole = micro_batches.pop(largest).rows
+        taken = micro_batches.pop(largest)
+        whole, packing = taken.rows, taken.packing
         middle = len(whole) // 2
         for rows in (whole[:middle], whole[middle:]):
-            half = _MicroBatch([])
-            for row in rows:
-                half.add(row)
-            micro_batches.append(half)
+            micro_batches.append(_micro_batch(rows, packing))
     micro_batches.sort(key=lambda micro_batch: -micro_batch.padded)
 
 
@@ -223,6 +235,18 @@ def _stats(receipts: Sequence[Receipt], rows: Sequence[Row], step: int, eta: int
         "reward_mean": sum(_reward(receipt) for receipt in receipts) / len(receipts) if receipts else 0.0,
         "rows": float(len(rows)),
     }
+
+
+def _micro_batch(rows: Iterable[Row], packing: Multiples | None) -> _MicroBatch:
+    made = _MicroBatch([], packing)
+    for row in rows:
+        made.add(row)
+    return made
+
+
+def _held(row: Row, packing: Multiples | None) -> int:
+    """What the row holds of the tokens that `_MicroBatch.padded` counts: a packed segment's last token is no input."""
+    return sum(row.receipt.lengths) if packing is None else sum(length - 1 for length in row.receipt.lengths)
 
 
 def _longest(row: Row) -> int:

@@ -26,7 +26,7 @@ from megatron_agentrl.coordinator.rows import (
     Sample,
     task_name,
 )
-from megatron_agentrl.coordinator.store import SNAPSHOT_NAME, Store, peek
+from megatron_agentrl.coordinator.store import SNAPSHOT_NAME, Store, check, peek
 from megatron_agentrl.coordinator.versions import Versions, VersionState
 from megatron_agentrl.data.stream import Stream
 from megatron_agentrl.trajectory.types import Receipt
@@ -63,6 +63,8 @@ class Ledger:
         self.cursor: int = store.meta("cursor")
         self.returned: deque[tuple[int, int]] = deque(store.returned())
         self.plans, self.trained_steps = store.plan_counts()
+        self.pruned: int = store.pruned_steps()
+        """Steps before this one have no stored plan any more."""
         self.versions = Versions(store.version_reports())
         self.counters = Counter[str](store.counts())
         self._evals = {eval_id: (tag, version, state, result) for eval_id, tag, version, state, result in store.evals()}
@@ -192,8 +194,8 @@ class Ledger:
         self._writes.append(lambda: self.store.put_plan(step, body))
 
     def plan(self, step: int) -> bytes | None:
-        """The plan of `step` as it was stored."""
-        if not 0 <= step < self.plans:
+        """The plan of `step` as it was stored; None where there is none yet, or none any more (see `prune`)."""
+        if not self.pruned <= step < self.plans:
             return None
         if step not in self._bodies:
             body = self.store.plan(step)
@@ -353,6 +355,15 @@ class Ledger:
             )
         return stored
 
+    def prune(self, step: int) -> None:
+        """Before a checkpoint at the start of `step`: lets go of plans and receipts that only a resume from before
+        the previous checkpoint would need. Such a resume takes the snapshot of its own checkpoint instead."""
+        self.commit()
+        previous = self.store.checkpoint_before(step)
+        if previous is not None and previous > self.pruned:
+            self.store.prune(previous)
+            self.pruned = self.store.pruned_steps()
+
     def snapshot(self, folder: str | Path) -> Path:
         """Writes a proven copy of the ledger into a checkpoint's folder."""
         self.balance()
@@ -361,16 +372,22 @@ class Ledger:
     def resume(self, step: int, folder: str | Path | None) -> None:
         """Brings the ledger to the start of `step`, from this file or from a checkpoint's snapshot.
 
-        This file wins where it is of the same run and at least as new: it knows the snapshot's future. Plans from
+        This file wins where it is of the same run, at least as new (it knows the snapshot's future) and not pruned
+        beyond `step`. Plans from
         `step` on stay as they are and are handed out again. What was in flight is queued again under its task id.
         Samples whose payload is no longer in the spool are asked again, and plans that need them are made anew.
         Calling it twice changes nothing more.
         """
         self.commit()
         snapshot = None if folder is None else Path(folder) / SNAPSHOT_NAME
-        if snapshot is not None and snapshot.is_file() and not self._knows(snapshot):
+        if snapshot is not None and snapshot.is_file() and not self._knows(snapshot, step):
             self.store.restore(snapshot)
-            self.store.check(self.identity)
+        elif step < self.pruned:
+            raise LedgerError(
+                f"resume at step {step}: {self.store.path} has let go of the plans before step {self.pruned} and there "
+                f"is no {snapshot or 'snapshot'}; resume from a checkpoint that holds {SNAPSHOT_NAME}, or start a run "
+                f"under a new run_name"
+            )
         elif step and not self.admitted:
             raise LedgerError(
                 f"resume at step {step}: {self.store.path} is empty and there is no {snapshot or 'snapshot'}; resume "
@@ -387,11 +404,12 @@ class Ledger:
         self._ask_lost_again()
         self.balance()
 
-    def _knows(self, snapshot: Path) -> bool:
-        """Whether this file holds all that `snapshot` does."""
+    def _knows(self, snapshot: Path, step: int) -> bool:
+        """Whether this file holds all that a resume at `step` needs of `snapshot`."""
         theirs = peek(snapshot)
+        check(snapshot, theirs, self.identity)
         if theirs["ledger"] == self.store.meta("ledger"):
-            return self.store.meta("commits") >= theirs["commits"]
+            return self.store.meta("commits") >= theirs["commits"] and self.pruned <= step
         if self.admitted:
             raise LedgerError(
                 f"{snapshot} is of another run than {self.store.path}, which holds {self.admitted} groups of its own; "

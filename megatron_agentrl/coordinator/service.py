@@ -19,7 +19,8 @@ from megatron_agentrl.coordinator.batch_plan import Candidate, Shape, plan_batch
 from megatron_agentrl.coordinator.evals import summarize
 from megatron_agentrl.coordinator.ledger import Ledger
 from megatron_agentrl.coordinator.rows import STALE, TOO_FEW, Failure, Group, Kind, Sample
-from megatron_agentrl.coordinator.versions import VersionState
+from megatron_agentrl.coordinator.versions import VersionState, engine_names
+from megatron_agentrl.data.packing import multiples_of
 from megatron_agentrl.data.prompts import Prompt, PromptSets
 from megatron_agentrl.recipe.schema import Order, Recipe
 from megatron_agentrl.trajectory.types import STATUSES, Receipt
@@ -91,8 +92,10 @@ class Coordinator:
             ranks=topology.world // (topology.tp * topology.pp * topology.cp),
             micro_batch_tokens=recipe.train.micro_batch_tokens,
             multiple=topology.pp if topology.vpp > 1 else 1,
+            packing=multiples_of(topology) if recipe.train.packing else None,
         )
-        self.keep_equal = recipe.algorithm.kl_coef > 0 or recipe.algorithm.shuffle_rewards
+        algorithm = recipe.algorithm
+        self.keep_equal = algorithm.kl_coef > 0 or algorithm.entropy_coef > 0 or algorithm.shuffle_rewards
         self.progress: dict[str, Any] = {}
         self.stopping = False
         self._reset()
@@ -102,7 +105,7 @@ class Coordinator:
         self.seen: dict[str, float] = {}
         self.failure = ""
         self._streak: list[str] = []
-        self._completed = 0
+        self._settled = 0
         self._looked: tuple[int, int] | None = None
         self._queues: dict[Kind, deque[tuple[Group, Sample]]] = {"eval": deque(), "train": deque()}
         self._open: dict[str, int] = dict.fromkeys(self.ledger.open_evals(), 0)
@@ -133,9 +136,11 @@ class Coordinator:
         """At most `room` trajectories for `worker`: evals first, then what was asked before, then new prompts."""
         self.seen[worker] = self.clock()
         out: list[Assignment] = []
-        if self.stopping or self.failure:
+        if self.stopping:
             return out
         room = self._hand_out("eval", worker, room, out)
+        if self.failure:
+            return out  # the trainer learns of it at its next batch; until then it may wait for an evaluation
         room = self._hand_out("train", worker, room, out)
         slots = self.slots
         while room > 0 and slots > 0 and (group := self.ledger.admit(self.recipe.algorithm.group_size)):
@@ -242,9 +247,9 @@ class Coordinator:
             self._open[group.eval_id] -= 1
             self._close_if_done(group.eval_id)
             return
+        self._settled += 1  # a group that is lost, too, may let those behind it into a batch
         if survivors >= min(2, len(group.samples)):
             self.ledger.finish(group, "complete")
-            self._completed += 1
             self._streak.clear()
             return
         if survivors:
@@ -282,11 +287,13 @@ class Coordinator:
         """What step `step` trains on, the same at every call once it is ready."""
         if (body := self.ledger.plan(step)) is not None:
             return BatchReply("ready", plan=msgspec.Raw(body))
+        if 0 <= step < self.ledger.pruned:
+            raise ProtocolError(f"the plan of step {step} is behind the newest checkpoints and not kept any more", 409)
         if step != self.ledger.plans:
             raise ProtocolError(f"step {step} has no plan and the next one to be planned is {self.ledger.plans}", 409)
         size = self.recipe.train.batch
-        if self._looked != (step, self._completed):
-            self._looked = (step, self._completed)
+        if self._looked != (step, self._settled):
+            self._looked = (step, self._settled)
             if self._plan(step, size):
                 return self.batch(step)
         if self.failure:
@@ -351,7 +358,7 @@ class Coordinator:
             (group, sample, sample.receipt)
             for group in self.ledger.live.values()
             for sample in group.samples
-            if sample.state == "held" and sample.receipt is not None and sample.receipt.engine == engine
+            if sample.state == "held" and sample.receipt is not None and engine in engine_names(sample.receipt.engine)
         ]
         for group, sample, receipt in held:
             self._judge(group, sample, receipt)
@@ -394,6 +401,7 @@ class Coordinator:
         """Writes the ledger's snapshot into the folder of a checkpoint made at the start of `step`."""
         if not folder.is_dir():
             raise ProtocolError(f"{folder} is not a folder; make the checkpoint's folder first", 409)
+        self.ledger.prune(step)
         self.ledger.note("checkpoint", step=step, folder=str(folder))
         self.ledger.snapshot(folder)
 

@@ -78,7 +78,11 @@ class Store:
             raise LedgerError(
                 f"{self.path}: {error}; another coordinator holds it, or it is not a ledger that can be written"
             ) from error
-        self.check(identity)
+        try:
+            check(self.path, dict(self.db.execute("SELECT key, value FROM meta")), identity)
+        except LedgerError:
+            self.db.close()
+            raise
 
     def _create(self, identity: str) -> None:
         values = {
@@ -93,16 +97,6 @@ class Store:
         self.db.executescript(f"BEGIN; {_SCHEMA}")
         self.db.executemany("INSERT INTO meta VALUES (?,?)", values.items())
         self.db.execute("COMMIT")
-
-    def check(self, identity: str) -> None:
-        """LedgerError when the file is of another schema or was begun with other prompts."""
-        if (found := self.meta("schema")) != SCHEMA_VERSION:
-            raise LedgerError(f"{self.path}: schema {found}, this program reads {SCHEMA_VERSION}; start a new run")
-        if self.meta("identity") != identity:
-            raise LedgerError(
-                f"{self.path}: the run began with other prompts, order or seed than the recipe gives now; restore the "
-                f"prompt file and data settings, or start a run under a new run_name"
-            )
 
     def close(self) -> None:
         self.db.close()
@@ -171,6 +165,23 @@ class Store:
     def put_event(self, kind: str, body: dict[str, Any]) -> None:
         self.db.execute("INSERT INTO events VALUES (NULL,?,?,?)", (time.time(), kind, _encode(body)))
 
+    def prune(self, step: int) -> None:
+        """Lets go of what no resume at `step` or later reads: plan bodies of the steps before it, and the samples of
+        groups and evals that had their outcome by then. The groups themselves stay: they are the account."""
+        self.begin()
+        run = self.db.execute
+        run("UPDATE plans SET body = x'' WHERE step < ? AND length(body) > 0", (step,))
+        old = "SELECT max(admission) FROM groups WHERE kind = 'train' AND step < ?"
+        run(
+            f"""DELETE FROM samples WHERE task_id IN (SELECT task_id FROM groups WHERE kind = 'train' AND (
+                (state = 'trained' AND step < ?) OR (state IN ('dropped', 'failed') AND admission < ({old}))))""",
+            (step, step),
+        )
+        gone = "SELECT eval_id FROM evals WHERE state = 'done' AND version < ?"
+        run(f"DELETE FROM samples WHERE task_id IN (SELECT task_id FROM groups WHERE eval_id IN ({gone}))", (step,))
+        run(f"DELETE FROM groups WHERE eval_id IN ({gone})", (step,))
+        self.end()
+
     # ---- reading -----------------------------------------------------------------------------------------------
 
     def live_groups(self) -> Iterator[Group]:
@@ -213,6 +224,16 @@ class Store:
         row = self.db.execute("SELECT body FROM plans WHERE step = ?", (step,)).fetchone()
         return None if row is None else row[0]
 
+    def pruned_steps(self) -> int:
+        """Steps below this one have no plan body any more."""
+        return self.db.execute("SELECT coalesce(max(step) + 1, 0) FROM plans WHERE length(body) = 0").fetchone()[0]
+
+    def checkpoint_before(self, step: int) -> int | None:
+        """The newest step below `step` for which a checkpoint was noted."""
+        bodies = self.db.execute("SELECT body FROM events WHERE kind = 'checkpoint'")
+        steps = [msgspec.json.decode(body)["step"] for (body,) in bodies]
+        return max((noted for noted in steps if noted < step), default=None)
+
     def plan_counts(self) -> tuple[int, int]:
         """(plans made, plans trained). Plans are made and trained in order of step, from 0."""
         return self.db.execute("SELECT count(*), coalesce(sum(state = 'trained'), 0) FROM plans").fetchone()
@@ -249,7 +270,7 @@ class Store:
 
     def restore(self, snapshot: Path) -> None:
         """Replaces everything by the snapshot's content, in one transaction."""
-        source = sqlite3.connect(f"file:{snapshot}?mode=ro", uri=True)
+        source = _open_read_only(snapshot)
         try:
             source.backup(self.db)
         finally:
@@ -279,15 +300,30 @@ class Store:
         )
 
 
+def check(path: Path, meta: dict[str, Any], identity: str) -> None:
+    """LedgerError when the file of these meta values is of another schema or was begun with other prompts."""
+    if (found := meta.get("schema")) != SCHEMA_VERSION:
+        raise LedgerError(f"{path}: schema {found}, this program reads {SCHEMA_VERSION}; start a new run")
+    if meta.get("identity") != identity:
+        raise LedgerError(
+            f"{path}: the run began with other prompts, order or seed than the recipe gives now; restore the prompt "
+            f"file and data settings, or start a run under a new run_name"
+        )
+
+
 def peek(snapshot: Path) -> dict[str, Any]:
     """The meta values of a snapshot file."""
-    db = sqlite3.connect(f"file:{snapshot}?mode=ro", uri=True)
+    db = _open_read_only(snapshot)
     try:
         return dict(db.execute("SELECT key, value FROM meta"))
     except sqlite3.DatabaseError as error:
         raise LedgerError(f"{snapshot}: not a ledger ({error}); resume from another checkpoint") from error
     finally:
         db.close()
+
+
+def _open_read_only(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
 
 
 def _fsync(path: Path) -> None:

@@ -13,6 +13,11 @@ VersionState = Literal["published", "proven", "failed"]
 Verdict = Literal["proven", "held", "void"]
 
 
+def engine_names(engine: str) -> list[str]:
+    """The engines that a receipt's `engine` names."""
+    return engine.split(",")
+
+
 class Versions:
     """State of (engine, version), built up from reports in the order they came."""
 
@@ -39,12 +44,17 @@ class Versions:
 
     def judge(self, engine: str, versions: Iterable[int]) -> Verdict:
         """What becomes of a trajectory of `engine` whose tokens carry `versions`: void if one failed there, held
-        if one is not proven there, else proven (also when it holds no sampled token)."""
-        states = self._states.get(engine, {})
-        found = [states.get(version) for version in versions]
-        if "failed" in found:
+        if one is not proven there, else proven (also when it holds no sampled token).
+
+        The turns of a trajectory may come from several engines (`engine-0,engine-1`), and which of them sampled a
+        version is not in the receipt: it is void if it failed on any of them, proven if it is on one. The pool of the
+        gateway has held each reply until its own engine proved it.
+        """
+        engines = [self._states.get(name, {}) for name in engine_names(engine)]
+        found = [[states.get(version) for states in engines] for version in versions]
+        if any("failed" in states for states in found):
             return "void"
-        return "proven" if all(state == "proven" for state in found) else "held"
+        return "proven" if all("proven" in states for states in found) else "held"
 
     def engines(self) -> dict[str, int | None]:
         """Engine -> the proven version it serves (None: out of service)."""

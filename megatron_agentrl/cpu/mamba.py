@@ -9,6 +9,8 @@ Legend: B batch, L length, H heads, P head width, G groups, N state width, C chu
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -115,13 +117,40 @@ def mamba_chunk_scan_combined(
     return (y, state_BHPN) if return_final_states else y
 
 
+class _CausalConvolution(torch.autograd.Function):
+    """y_t = bias + sum over k of weight_k * x_(t - K + 1 + k), as K shifted products: K is 4, and torch's depthwise
+    convolution costs twice as much, most of it in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLE: torch.Tensor, weight_EK: torch.Tensor, bias_E: torch.Tensor | None) -> torch.Tensor:
+        length, width = x_BLE.shape[1], weight_EK.shape[1]
+        padded, weight_KE = F.pad(x_BLE.float(), (0, 0, width - 1, 0)), weight_EK.float().t().contiguous()
+        y_BLE = padded[:, :length] * weight_KE[0]
+        for k in range(1, width):
+            y_BLE.addcmul_(padded[:, k : k + length], weight_KE[k])
+        ctx.save_for_backward(padded, weight_KE)
+        return (y_BLE if bias_E is None else y_BLE.add_(bias_E)).to(x_BLE.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BLE: torch.Tensor) -> Any:  # type: ignore[override]
+        padded, weight_KE = ctx.saved_tensors
+        length, width = grad_BLE.shape[1], len(weight_KE)
+        dtype, grad_BLE = grad_BLE.dtype, grad_BLE.float()
+        later = F.pad(grad_BLE, (0, 0, 0, width - 1))
+        grad_x = later[:, width - 1 :] * weight_KE[0]
+        for k in range(1, width):
+            grad_x.addcmul_(later[:, width - 1 - k : width - 1 - k + length], weight_KE[k])
+        grad_weight = torch.stack([(grad_BLE * padded[:, k : k + length]).sum((0, 1)) for k in range(width)], 1)
+        grad_bias = grad_BLE.sum((0, 1)).to(dtype) if ctx.needs_input_grad[2] else None
+        return grad_x.to(dtype), grad_weight.to(dtype), grad_bias
+
+
 def causal_conv1d(x_BLE: torch.Tensor, weight_EK: torch.Tensor, bias_E: torch.Tensor | None,
                   seq_idx: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
     """Depthwise causal convolution followed by silu; with `seq_idx` taps never reach into another sequence."""
     width, length = weight_EK.shape[1], x_BLE.shape[1]
     if seq_idx is None:
-        y_BEL = F.conv1d(F.pad(x_BLE.mT, (width - 1, 0)), weight_EK[:, None], bias_E, groups=weight_EK.shape[0])
-        return F.silu(y_BEL).mT
+        return F.silu(_CausalConvolution.apply(x_BLE, weight_EK, bias_E))
     y = torch.zeros_like(x_BLE) if bias_E is None else bias_E.expand_as(x_BLE)
     for back in range(min(width, length)):
         same = F.pad(seq_idx[:, back:] == seq_idx[:, : length - back], (back, 0))

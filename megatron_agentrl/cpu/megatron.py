@@ -8,17 +8,18 @@ Only process entry points and tests call it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import sys
 import types
 import warnings
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from megatron_agentrl.cpu import cuda, mamba
+from megatron_agentrl.cpu import cuda, mamba, packed
 
 _installed = False
 
@@ -46,6 +47,7 @@ def install() -> bool:
     _provide_modules()
     _patch_collectives()
     _patch_megatron()
+    packed.install()
     _installed = True
     return True
 
@@ -117,8 +119,35 @@ def _patch_collectives() -> None:
     dist.all_gather, dist.reduce_scatter, dist.all_to_all_single = gather_any, scatter_any, exchange  # type: ignore[assignment]
 
 
+@contextlib.contextmanager
+def _without_compile() -> Iterator[None]:
+    compile, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile
+
+
+class _NoFp8:
+    """The state of FP8 where there is none."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+def _refill(released: torch.Tensor, computed: torch.Tensor) -> None:
+    """Put the recomputed values into the storage that the forward pass gave up.
+
+    Below the tensor, so that views see them and autograd's version counter does not move.
+    """
+    storage = computed.untyped_storage()
+    released.untyped_storage().resize_(storage.nbytes())
+    released.untyped_storage().copy_(storage)
+
+
 def _patch_megatron() -> None:
-    with warnings.catch_warnings(), mock.patch.object(torch, "compile", lambda function: function):
+    with warnings.catch_warnings(), _without_compile():
         # megatron-core warns once per optional package (apex, Transformer Engine, flashinfer, ...).
         warnings.simplefilter("ignore")
         # Its fusions are decorated with torch.compile while it is imported: 15 s of start-up and a C++
@@ -139,6 +168,14 @@ def _patch_megatron() -> None:
     random.logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
+
+    # Without Transformer Engine these names are never bound, yet a checkpoint without output (selective recompute of
+    # norms) asks them whether FP8 is on. It is not.
+    random.FP8GlobalStateManager = _NoFp8
+    random.activation_recompute_forward = lambda activation_recompute, recompute_phase: contextlib.nullcontext()
+    random.fp8_autocast = lambda enabled, fp8_recipe: contextlib.nullcontext()
+    # That recompute hands its result over by a C++ extension which it compiles on first use.
+    random._share_storage_ext = types.SimpleNamespace(share_storage=_refill)
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -221,12 +222,15 @@ def _leave_generator_offsets_alone() -> None:
 
 
 def _convolve_prompts_at_once() -> None:
-    """Mamba's convolution over prompts is a Python loop over sequences. Layers import it by name, and later than this."""
+    """Mamba's convolution over prompts is a Python loop over sequences. Layers hold it by name, some of them already."""
     from vllm.model_executor.layers.mamba.ops import causal_conv1d
 
     from megatron_agentrl.cpu.conv1d import packed_causal_conv1d
 
-    causal_conv1d.causal_conv1d_fn = packed_causal_conv1d  # type: ignore[assignment]
+    stock = causal_conv1d.causal_conv1d_fn
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and getattr(module, "causal_conv1d_fn", None) is stock:
+            module.causal_conv1d_fn = packed_causal_conv1d  # type: ignore[attr-defined]
 
 
 def _fork_engine_process(platform: type) -> None:

@@ -31,7 +31,7 @@ def read_objects(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         empty = False
         try:
             value = _decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RecipeError(f"{path}:{number}: not JSON ({error}); expected one JSON object a line") from error
         if not isinstance(value, dict):
             raise RecipeError(f"{path}:{number}: found {kind(value)}, expected a JSON object")
@@ -51,6 +51,9 @@ def check_messages(value: Any, at: str) -> list[dict[str, Any]]:
             raise RecipeError(f"{at}: messages[{index}] has no role; expected system, user, assistant or tool")
         if "content" not in message and "tool_calls" not in message:
             raise RecipeError(f"{at}: messages[{index}] has neither content nor tool_calls; give it one")
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            raise RecipeError(f"{at}: messages[{index}].content is {kind(content)}, expected text")
     return value
 
 

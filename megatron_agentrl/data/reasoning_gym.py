@@ -6,6 +6,8 @@ asked in training. `metadata["reasoning_gym"]` carries what the task's own score
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from megatron_agentrl.data.types import Prompt, PromptSets
@@ -28,7 +30,7 @@ def draw(task: str, size: int, held_out_size: int, seed: int) -> PromptSets:
         raise RecipeError(f"data.task={task}: no such reasoning-gym task; {did_you_mean(task, DATASETS)}")
     if size < 1:
         raise RecipeError(f"data.size={size}: expected at least 1 training prompt")
-    train = _entries(task, size, seed, "rg")
+    train = list(_entries(task, size, seed, "rg"))
     if not held_out_size:
         return PromptSets(train, [])
     asked = {prompt.messages[0]["content"] for prompt in train}
@@ -46,23 +48,20 @@ def draw(task: str, size: int, held_out_size: int, seed: int) -> PromptSets:
     )
 
 
-def _entries(task: str, size: int, seed: int, prefix: str) -> list[Prompt]:
+def _entries(task: str, size: int, seed: int, prefix: str) -> Iterator[Prompt]:
+    """Drawn as they are asked for: a task may take long over a question."""
     import reasoning_gym
 
-    prompts = []
     for index, entry in enumerate(reasoning_gym.create_dataset(task, size=size, seed=seed)):
         # Through JSON and back: the entry travels to the workers as JSON, and must look the same before it does.
         plain = msgspec.json.decode(msgspec.json.encode(entry, enc_hook=_plain))
         answer = plain.get("answer")
-        prompts.append(
-            Prompt(
-                f"{prefix}-{index}",
-                [{"role": "user", "content": plain["question"]}],
-                None if answer is None else str(answer),
-                {"reasoning_gym": {"task": task, "entry": plain}},
-            )
+        yield Prompt(
+            f"{prefix}-{index}",
+            [{"role": "user", "content": plain["question"]}],
+            None if answer is None else str(answer),
+            {"reasoning_gym": {"task": task, "entry": plain}},
         )
-    return prompts
 
 
 def _plain(value: object) -> object:

@@ -38,6 +38,7 @@ from megatron_agentrl.gateway.session import (
     Policy,
     RequestRefused,
 )
+from megatron_agentrl.trajectory.spool import SpoolError
 from megatron_agentrl.trajectory.types import Trajectory, Where
 
 log = logging.getLogger(__name__)
@@ -242,6 +243,9 @@ class Gateway:
             return _error(400, "invalid_request_error", str(error))
         except SessionError as error:
             return _error(error.status, "session_error", str(error))
+        except (SpoolError, OSError) as error:
+            log.error("a trajectory could not be stored", exc_info=error)
+            return _error(500, "storage_error", f"the trajectory could not be stored: {error}")
         return _json(receipt)
 
     async def _put_engine(self, request: Request) -> Response:
@@ -354,6 +358,8 @@ class Gateway:
             response = _error(400, "invalid_request_error", str(error), error.parameter)
         elif isinstance(error, (msgspec.DecodeError, RequestRefused, TemplateError)):
             response = _error(400, "invalid_request_error", str(error))
+        elif isinstance(error, RecursionError):
+            response = _error(400, "invalid_request_error", "the request is nested too deeply")
         elif isinstance(error, (EngineFailed, EngineReplyError)):
             response = _error(502, "engine_error", str(error))
         else:

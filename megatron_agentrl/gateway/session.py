@@ -170,6 +170,8 @@ class Session:
         messages, tools = request.get("messages"), request.get("tools") or None
         if not isinstance(messages, list) or not messages:
             raise RequestRefused("messages: expected a list of at least one message")
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise RequestRefused("tools: expected a list of objects")
         messages = [_checked(index, message) for index, message in enumerate(messages)]
         names = request.get("chat_template_kwargs") or {}
         if not isinstance(names, dict) or {"messages", "tools", "add_generation_prompt"} & set(names):
@@ -392,5 +394,5 @@ def _argument_value(arguments: Any) -> Any:
         return arguments
     try:
         return [msgspec.json.decode(arguments)]
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return arguments

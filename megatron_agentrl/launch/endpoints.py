@@ -55,7 +55,7 @@ def port_of(url: str) -> int:
 
 def host_of(url: str) -> str:
     """Host of an endpoint's URL."""
-    return url.rpartition(":")[0].partition("//")[2].strip("[]")
+    return url.rpartition(":")[0].partition("//")[2]
 
 
 def choose(host: str, replicas: int, coordinator: int = 0, gateway: int = 0, engine: int = 0) -> Endpoints:
@@ -80,7 +80,7 @@ def choose(host: str, replicas: int, coordinator: int = 0, gateway: int = 0, eng
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket (port 0: any free one). SO_REUSEADDR as servers do, so a port in TIME_WAIT counts as free."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))

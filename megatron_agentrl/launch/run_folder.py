@@ -45,9 +45,14 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds the run's name for this process. The lock lies beside the folder, so it outlives a rename of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.parent / f".{path.name}.lock"
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise RecipeError(
+            f"{lock}: cannot be written ({error.strerror}); set run_root to a folder you may write"
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,6 +75,8 @@ def prepare(recipe: Recipe, path: Path, *, fresh: bool = False) -> RunFolder:
     """
     notes: list[str] = []
     resumes_at: int | None = None
+    if path.exists() and not path.is_dir():
+        raise RecipeError(f"{path}: is a file, expected a run folder; set run_name to another name")
     if path.exists() and any(path.iterdir()):
         why = "a new one was asked for" if fresh else _why_not_resumable(recipe, path)
         if why is not None:
@@ -81,9 +88,10 @@ def prepare(recipe: Recipe, path: Path, *, fresh: bool = False) -> RunFolder:
                 return RunFolder(path, resumes_at, True, [f"{path} is finished; raise train.steps to go on"])
             (path / SUMMARY_FILE).unlink(missing_ok=True)  # of fewer steps; written again at the end
             notes.append(f"{path}: going on from step {resumes_at}")
-    for name in ("", "logs", "events", "spool", "checkpoints"):
-        (path / name).mkdir(parents=True, exist_ok=True)
-    save(recipe, path / RECIPE_FILE)
+    path.mkdir(parents=True, exist_ok=True)
+    save(recipe, path / RECIPE_FILE)  # first: without it the folder counts as somebody else's
+    for name in ("logs", "events", "spool", "checkpoints"):
+        (path / name).mkdir(exist_ok=True)
     return RunFolder(path, resumes_at, False, notes)
 
 

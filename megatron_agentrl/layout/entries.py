@@ -4,7 +4,7 @@ Every layout of a transformer or Mamba parameter is one mechanism: *blocks* of r
 intervals of checkpoint tensors, are cut into n equal parts each, and a rank takes the same part of every
 block. QKV is one block of interleaved query groups; gate/up are two blocks; Mamba's in_proj is five blocks
 of one tensor; a padded vocabulary is one block that ends in an interval of no tensor. The per-architecture
-tables (`nemotron_h`, `qwen3_moe`) are written with the constructors below.
+tables (`nemotron_h`, `decoder`) are written with the constructors below.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from megatron_agentrl.layout import deepseek_v3, nemotron_h, qwen3_moe
+from megatron_agentrl.layout import decoder, deepseek_v3, nemotron_h
 from megatron_agentrl.layout.boxes import Box, DtypeRule, LayoutError, ParameterLayout
 from megatron_agentrl.layout.config import Config, size
 from megatron_agentrl.layout.entries import Entry, Source, replicated, vocabulary
@@ -22,7 +22,9 @@ from megatron_agentrl.layout.entries import Entry, Source, replicated, vocabular
 ARCHITECTURES: dict[str, ModuleType] = {
     "deepseek_v3": deepseek_v3,
     "nemotron_h": nemotron_h,
-    "qwen3_moe": qwen3_moe,
+    "qwen3_moe": decoder,
+    "qwen3": decoder,
+    "llama": decoder,
 }
 
 #: The padded vocabulary is a multiple of this times the tensor-parallel size.
@@ -260,20 +262,25 @@ def check_divisibility(config: Config, at: Coordinates) -> None:
     pattern = layer_pattern(config)
     facts: list[tuple[str, int, str, int]] = []
     if "*" in pattern:
-        facts.append(("num_attention_heads", config["num_attention_heads"], "TP", at.tp))
-        groups = config.get("num_key_value_heads") or config["num_attention_heads"]
+        heads = size(config, "num_attention_heads")
+        groups = size(config, "num_key_value_heads", "num_attention_heads")
+        if heads % groups:
+            raise LayoutError(
+                f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}; correct config.json"
+            )
+        facts.append(("num_attention_heads", heads, "TP", at.tp))
         if groups % at.tp and at.tp % groups:
             raise LayoutError(
                 f"num_key_value_heads={groups} and TP {at.tp}: neither divides the other; use a TP that divides or is a multiple of {groups}"
             )
     if "+" in pattern:
-        facts.append(("num_attention_heads", config["num_attention_heads"], "TP", at.tp))
+        facts.append(("num_attention_heads", size(config, "num_attention_heads"), "TP", at.tp))
     if "M" in pattern:
-        facts.append(("mamba_num_heads", config["mamba_num_heads"], "TP", at.tp))
-        facts.append(("n_groups", config.get("n_groups") or config["mamba_n_groups"], "TP", at.tp))
+        facts.append(("mamba_num_heads", size(config, "mamba_num_heads"), "TP", at.tp))
+        facts.append(("n_groups", size(config, "n_groups", "mamba_n_groups"), "TP", at.tp))
     if "E" in pattern:
         facts.append(("experts", _experts(config), "EP", at.ep))
-        facts.append(("moe_intermediate_size", config["moe_intermediate_size"], "expert TP", at.etp))
+        facts.append(("moe_intermediate_size", size(config, "moe_intermediate_size"), "expert TP", at.etp))
     for key, value, what, parts in facts:
         if value % parts:
             raise LayoutError(

@@ -1,7 +1,7 @@
 """What each process did and when: spans and points as JSON lines in `events/PROCESS.jsonl`.
 
-A line is one `write` of less than a page to a file opened for append, so a killed process leaves whole lines, and a
-restarted one goes on in the same file. Times are wall-clock seconds, so that processes can be laid side by side.
+A line is one `write` to a file opened for append. A killed process leaves at most one torn line at the end, which a
+restarted one cuts off before it goes on in the same file. Times are wall-clock seconds, so that processes can be laid side by side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class EventLog:
         self.process = process
         self.path = Path(run_dir) / "events" / f"{process}.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        _cut_torn_line(self._descriptor)
 
     @contextmanager
     def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
@@ -52,6 +53,13 @@ class EventLog:
 
     def _write(self, event: dict[str, Any]) -> None:
         os.write(self._descriptor, (json.dumps(event, default=str) + "\n").encode())
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    """Cuts what stands behind the last newline; it would otherwise spoil the line that is written next."""
+    size = os.fstat(descriptor).st_size
+    tail = os.pread(descriptor, 1 << 20, max(0, size - (1 << 20)))
+    os.ftruncate(descriptor, size - len(tail) + tail.rfind(b"\n") + 1)
 
 
 def read_events(run_dir: str | Path) -> dict[str, list[dict[str, Any]]]:

@@ -37,9 +37,14 @@ class MetricsWriter:
                 self._events.add_event(_purge_event(resume_at + 1))
 
     def log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Writes one observation. Nested mappings stay nested in the line and become `a/b` in TensorBoard."""
+        """Writes one observation. Nested mappings stay nested in the line and become `a/b` in TensorBoard.
+
+        A value named as one of the line's own keys (an agent may call a metric `time`) is written as `NAME_`.
+        """
         now = time.time()
-        line = json.dumps({"kind": kind, "step": step, "time": now, **values}, default=_plain)
+        own = {"kind": kind, "step": step, "time": now}
+        values = {f"{name}_" if name in own else name: value for name, value in values.items()}
+        line = json.dumps({**own, **values}, default=_plain)
         self._file.write(line + "\n")
         if self._events is not None:
             self._events.add_event(_scalars_event(kind, step, now, dict(_scalars(values))))

@@ -14,7 +14,7 @@ _WINDOW = 9
 
 
 def interval(success: float, size: int) -> tuple[float, float]:
-    """95 % interval (Wilson) of a success rate measured on `size` prompts; it has a width at 0 and 1 too."""
+    """95 % interval (Wilson) of a success rate measured on `size` answers; it has a width at 0 and 1 too."""
     z = 1.96
     centre = (success + z * z / (2 * size)) / (1 + z * z / size)
     half = z / (1 + z * z / size) * math.sqrt(success * (1 - success) / size + z * z / (4 * size * size))
@@ -30,13 +30,14 @@ def smoothed(values: Sequence[float], window: int = _WINDOW) -> list[float]:
 
 def _error_bar(line: dict[str, Any]) -> tuple[float, float]:
     """Lengths below and above the point."""
-    low, high = interval(line["success"], line["size"])
+    low, high = interval(line["success"], line.get("finished", line["size"]))
     return max(0.0, line["success"] - low), max(0.0, high - line["success"])
 
 
 def plot_reward(run_dir: str | Path, staleness_bound: int) -> Path | None:
     """Draws `reward.png` from metrics.jsonl; None where no step was trained."""
-    train, evals = read_metrics(run_dir, "train"), read_metrics(run_dir, "eval")
+    train = read_metrics(run_dir, "train")
+    evals = [line for line in read_metrics(run_dir, "eval") if line["success"] is not None]  # None: no prompt answered
     if not train:
         return None
     import matplotlib

@@ -87,8 +87,9 @@ def print_summary(run_dir: str | Path, summary: dict[str, Any]) -> None:
     """The table at the end of a run."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"{run_dir}", title_justify="left", show_header=False)
+    table = Table(title=Text(str(run_dir)), title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_row("success before", _percent(summary["success_before"]))
@@ -109,11 +110,11 @@ def serving_commands(run_dir: str | Path, messages: list[dict[str, Any]], max_to
     """Two shell commands: one serves the exported model, one asks it `messages`."""
     name = Path(run_dir).name
     body = json.dumps({"model": name, "max_tokens": max_tokens, "messages": messages})
-    kind = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16"}[dtype]
+    kind = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16", Dtype.fp16: "float16"}[dtype]
     # On a CPU vLLM otherwise claims most of the machine's memory for its cache, and fails where that is not free.
     cache = "" if gpu_count() else "VLLM_CPU_KVCACHE_SPACE=1 "
     return [
-        f"{cache}{shlex.quote(_python())} -m vllm.entrypoints.openai.api_server --model {Path(run_dir) / 'export'} "
+        f"{cache}{shlex.quote(_python())} -m vllm.entrypoints.openai.api_server --model {shlex.quote(str(Path(run_dir) / 'export'))} "
         f"--served-model-name {name} --dtype {kind} --enforce-eager --no-enable-prefix-caching --port 8000",
         f"curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
     ]
@@ -130,14 +131,8 @@ def _interval(event: dict[str, Any]) -> Interval:
 
 
 def _gap(lines: list[dict[str, Any]]) -> float | None:
-    """Canary gaps and the trainer's own comparison on tokens of the version it starts from."""
-    gaps = [
-        float(value)
-        for line in lines
-        for name, value in line.items()
-        if line["kind"] == "publish" and name == "gap" and value is not None
-    ]
-    return max(gaps, default=None)
+    """Of the canaries of all publishes."""
+    return max((line["gap"] for line in lines if line["kind"] == "publish" and line["gap"] is not None), default=None)
 
 
 def _seconds(events: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
@@ -154,13 +149,17 @@ def _seconds(events: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 def _starts(events: list[dict[str, Any]]) -> list[Interval]:
     """First and last moment of each start of the run; a killed supervisor leaves no `end`, its last event counts."""
     found: list[list[float]] = []
-    ended = True
+    roles: set[str] = set()  # of the present start: one of them started again begins the next
     for event in events:
-        if ended and event["name"] == "started":
-            found.append([event["time"], event["time"]])
+        if event["name"] == "started":
+            if not roles or event["role"] in roles:
+                found.append([event["time"], event["time"]])
+                roles = set()
+            roles.add(event["role"])
         if found:
             found[-1][1] = event["time"]
-        ended = event["name"] == "end"
+        if event["name"] == "end":
+            roles = set()
     return [(start, stop) for start, stop in found]
 
 

@@ -12,8 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megatron_agentrl.layout import decoder
 from megatron_agentrl.layout.megatron import hf_tensors
-from megatron_agentrl.recipe.schema import Dtype, Recipe
+from megatron_agentrl.recipe.schema import Dtype, GradientDtype, Recipe, Recompute, RecomputeMethod
 
 GIB = 1024**3
 
@@ -58,9 +59,15 @@ class Memory:
 
 
 def count_parameters(config: dict[str, Any]) -> Parameters:
-    """Exact count for a Hugging Face config of type nemotron_h, qwen3_moe or deepseek_v3 (router bias buffers included,
-    prediction heads not)."""
-    counters = {"nemotron_h": _nemotron_h, "qwen3_moe": _qwen3_moe, "deepseek_v3": _by_layout}
+    """Exact count for the config of a Hugging Face model with a layout (router bias buffers included, prediction heads
+    not)."""
+    counters = {
+        "deepseek_v3": _by_layout,
+        "nemotron_h": _nemotron_h,
+        "qwen3_moe": _decoder,
+        "qwen3": _decoder,
+        "llama": _decoder,
+    }
     kind = config.get("model_type")
     if kind not in counters:
         raise ValueError(f"model_type {kind!r}, expected one of {', '.join(counters)}")
@@ -117,19 +124,20 @@ def _mamba(config: dict[str, Any]) -> int:
 def _attention(config: dict[str, Any]) -> int:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
-    return hidden * size * (2 * heads + 2 * config["num_key_value_heads"])
+    return hidden * size * (2 * heads + 2 * (config.get("num_key_value_heads") or heads))
 
 
-def _qwen3_moe(config: dict[str, Any]) -> tuple[int, int]:
+def _decoder(config: dict[str, Any]) -> tuple[int, int]:
+    """Llama, Qwen3 and Qwen3-MoE: attention (normed queries and keys but for Llama), then an MLP or experts."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    count = config.get("num_experts") or config["num_local_experts"]
-    size = config.get("head_dim") or hidden // config["num_attention_heads"]
-    step = config.get("decoder_sparse_step", 1)
-    without = set(config.get("mlp_only_layers") or [])
-    sparse = sum(1 for i in range(layers) if i not in without and (i + 1) % step == 0)
-    dense = layers * (_attention(config) + 2 * size + 2 * hidden) + hidden
-    dense += sparse * count * hidden + (layers - sparse) * 3 * hidden * config.get("intermediate_size", 0)
-    return dense, sparse * count * 3 * hidden * config["moe_intermediate_size"]
+    sparse = decoder.pattern(config).count("E")
+    norms = 2 * hidden + (2 * decoder.head_dim(config) if config["model_type"] in decoder.NORMED else 0)
+    dense = layers * (_attention(config) + norms) + hidden
+    dense += (layers - sparse) * 3 * hidden * config.get("intermediate_size", 0)
+    if not sparse:
+        return dense, 0
+    count = decoder.experts(config)
+    return dense + sparse * count * hidden, sparse * count * 3 * hidden * config["moe_intermediate_size"]
 
 
 def _by_layout(config: dict[str, Any]) -> tuple[int, int]:
@@ -177,26 +185,71 @@ def trainer_bytes(recipe: Recipe, config: dict[str, Any]) -> float:
     if recipe.model.mtp.train:  # all heads are on the last stage
         heads = count_heads(config)
         held += heads.dense / topology.tp + heads.experts / (topology.ep * etp)
-    bf16 = recipe.model.dtype is Dtype.bf16
-    each = 2 + 4 if bf16 else 4  # weights, and the master copy that bf16 keeps
-    each += 4  # gradients
-    each += 8 if recipe.optimizer.name == "adam" else 0  # two moments
-    each += (2 if bf16 else 4) if recipe.algorithm.kl_coef > 0 else 0  # the reference policy
-    return held * each + _activations(recipe, config) + TRAINER_BASE
+    each = device_bytes_per_parameter(recipe) + host_bytes_per_parameter(recipe)
+    return held * each + activation_bytes(recipe, config) + TRAINER_BASE
+
+
+def device_bytes_per_parameter(recipe: Recipe) -> float:
+    """Bytes a parameter takes beside the activations on the trainer's own device, the optimizer's part included.
+
+    FP8 weights count as two bytes, one for each orientation; the offloaded share of masters and moments is
+    `host_bytes_per_parameter`'s.
+    """
+    precision = recipe.precision
+    weight = _weight_bytes(recipe)
+    if precision.fp8 is not None and precision.fp8_param_gather:
+        weight = 2.0  # the two orientations that the forward and the backward products read
+    gradient = 2.0 if precision.gradients is GradientDtype.bf16 else 4.0
+    return weight + gradient + _optimizer_bytes(recipe) * (1 - recipe.memory.optimizer_offload)
+
+
+def host_bytes_per_parameter(recipe: Recipe) -> float:
+    """Bytes a parameter takes in the host's memory: the reference policy and the offloaded share of the optimizer."""
+    reference = _weight_bytes(recipe) if recipe.algorithm.kl_coef > 0 else 0.0
+    return reference + _optimizer_bytes(recipe) * recipe.memory.optimizer_offload
+
+
+def _weight_bytes(recipe: Recipe) -> float:
+    return 4.0 if recipe.model.dtype is Dtype.fp32 else 2.0
+
+
+def _optimizer_bytes(recipe: Recipe) -> float:
+    """Masters (none where the weights are fp32 themselves) and Adam's two moments."""
+    precision = recipe.precision
+    sizes = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
+    master = 0.0 if recipe.model.dtype is Dtype.fp32 else sizes[precision.masters.value]
+    if recipe.optimizer.name != "adam":
+        return master
+    return master + sizes[precision.exp_avg.value] + sizes[precision.exp_avg_sq.value]
 
 
 def engine_bytes(recipe: Recipe, config: dict[str, Any]) -> float:
     """Bytes of one engine replica: weights, a staged second copy, cache, footprint."""
-    size = 2 if recipe.rollout.dtype is Dtype.bf16 else 4
+    size = 4 if recipe.rollout.dtype is Dtype.fp32 else 2
     return 2 * size * count_parameters(config).total + recipe.rollout.kv_cache_gib * GIB + ENGINE_BASE
 
 
-def _activations(recipe: Recipe, config: dict[str, Any]) -> float:
-    """Bytes one micro-batch keeps for the backward pass: about 17 hidden vectors a layer, and logits three times."""
-    layers = config.get("num_hidden_layers") or len(pattern(config))
-    per_token = 17 * layers / recipe.topology.pp * config["hidden_size"] + 3 * config["vocab_size"]
-    size = 2 if recipe.model.dtype is Dtype.bf16 else 4
-    return recipe.train.micro_batch_tokens * per_token * size
+#: Hidden vectors that a layer keeps for its backward pass, of which its input is one.
+VECTORS_PER_LAYER = 17
+
+
+def activation_bytes(recipe: Recipe, config: dict[str, Any]) -> float:
+    """Bytes one micro-batch keeps for the backward pass: hidden vectors of each layer, and logits three times.
+
+    With full recompute a unit keeps its input alone, and one unit at a time is whole again; what selective recompute
+    saves depends on the modules and is not counted.
+    """
+    layers = (config.get("num_hidden_layers") or len(pattern(config))) / recipe.topology.pp
+    vectors = VECTORS_PER_LAYER * layers
+    memory = recipe.memory
+    if memory.recompute is Recompute.full:
+        count = min(memory.recompute_layers, layers)
+        if memory.recompute_method is RecomputeMethod.uniform:
+            vectors = layers / count + VECTORS_PER_LAYER * count
+        else:
+            vectors = count + VECTORS_PER_LAYER * max(layers - count, 1)
+    per_token = vectors * config["hidden_size"] + 3 * config["vocab_size"]
+    return recipe.train.micro_batch_tokens * per_token * _weight_bytes(recipe)
 
 
 def available_bytes() -> tuple[float, str]:

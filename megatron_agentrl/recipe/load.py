@@ -20,7 +20,7 @@ import yaml
 from megatron_agentrl.recipe.errors import RecipeError, nearest
 from megatron_agentrl.recipe.leaves import MISSING, Leaf, flatten, leaves, sections
 from megatron_agentrl.recipe.schema import Recipe
-from megatron_agentrl.recipe.values import check_run_name, looks_typed, parse
+from megatron_agentrl.recipe.values import check_run_name, looks_typed, parse, text
 
 #: Leaves that a run may change when it goes on from a checkpoint. Any other change starts a new run.
 RESUMABLE = (
@@ -38,34 +38,35 @@ RESUMABLE = (
 )
 
 #: Leaves that belong to one prompt source. An override of `data.source` drops those of the recipe file.
-SOURCE_LEAVES = ("data.prompts", "data.eval", "data.task")
+SOURCE_LEAVES = ("data.prompts", "data.eval", "data.task", "data.size", "data.eval_size")
 
 
-def load(overrides: Iterable[str], recipes_dir: str | Path) -> Recipe:
+def load(overrides: Iterable[str], recipes_dir: str | Path, *, needs_file: bool = True) -> Recipe:
     """The recipe that `["recipe=NAME", "key=value", ...]` asks for.
 
     `recipe=NAME` is `recipes_dir/NAME.yaml`, `recipe=PATH.yaml` that file. Every value is typed by the schema;
-    an unknown key, a repeated key, `+key`, `~key` or a value of another type raises RecipeError.
+    an unknown key, a repeated key, `+key`, `~key` or a value of another type raises RecipeError. Without
+    `needs_file` the overrides alone may do, over the schema's defaults (`run_name` is then `unnamed`).
     """
     recipes_dir = Path(recipes_dir)
     pairs = _split(overrides)
-    if "recipe" not in pairs:
+    if "recipe" not in pairs and needs_file:
         raise RecipeError(
             f"recipe=NAME is missing; found in {recipes_dir}/: {', '.join(_names(recipes_dir)) or 'none'}"
         )
-    path = _recipe_file(pairs.pop("recipe"), recipes_dir)
+    path = _recipe_file(pairs.pop("recipe"), recipes_dir) if "recipe" in pairs else None
     values: dict[str, Any] = {}
-    for file, prefix in _files(path, recipes_dir):
+    for file, prefix in _files(path, recipes_dir) if path else ():
         values.update(_read(file, prefix))
     if "data.source" in pairs:
         # Another source than the file's: what the file says of its own source goes with it.
         for key in SOURCE_LEAVES:
             values.pop(key, None)
-    for key, text in pairs.items():
-        values[key] = parse(_leaf(key), text)
+    for key, given in pairs.items():
+        values[key] = parse(_leaf(key), given)
     recipe = _build(values)
     if recipe.run_name is None:
-        recipe.run_name = path.stem
+        recipe.run_name = path.stem if path else "unnamed"
     check_run_name(recipe.run_name)
     return recipe
 
@@ -120,7 +121,7 @@ def documentation() -> list[Leaf]:
 def _split(overrides: Iterable[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for override in overrides:
-        key, equals, text = override.partition("=")
+        key, equals, given = override.partition("=")
         if key.startswith(("+", "~")):
             bare = key.lstrip("+~")
             way_out = f"; write {bare}=VALUE" if bare in leaves() else f"; {_unknown(bare)}"
@@ -128,10 +129,10 @@ def _split(overrides: Iterable[str]) -> dict[str, str]:
         if not equals:
             raise RecipeError(f"{override}: expected key=value{'' if key in leaves() else '; ' + _unknown(key)}")
         if key in pairs:
-            raise RecipeError(f"{key} is given twice ({pairs[key]} and {text}); give it once")
+            raise RecipeError(f"{key} is given twice ({pairs[key]} and {given}); give it once")
         if key != "recipe":
             _leaf(key)
-        pairs[key] = text
+        pairs[key] = given
     return pairs
 
 
@@ -182,14 +183,14 @@ def _names(recipes_dir: Path) -> list[str]:
 def _recipe_file(name: str, recipes_dir: Path) -> Path:
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
-        if not path.is_file():
+        if not _is_file(path):
             raise RecipeError(
                 f"recipe={name}: no such file; give an existing .yaml or the name of one in {recipes_dir}/"
             )
         return path
     if not name:
         raise RecipeError(f"recipe=: give a name; found in {recipes_dir}/: {', '.join(_names(recipes_dir)) or 'none'}")
-    check_run_name(name, "recipe")
+    check_run_name(name, "recipe", f"a name in {recipes_dir}/ or a path that ends in .yaml")
     path = recipes_dir / f"{name}.yaml"
     if not path.is_file():
         known = _names(recipes_dir)
@@ -197,6 +198,13 @@ def _recipe_file(name: str, recipes_dir: Path) -> Path:
         hint = f"did you mean {close[0]}? " if close else ""
         raise RecipeError(f"recipe={name}: not in {recipes_dir}/; {hint}found there: {', '.join(known) or 'none'}")
     return path
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # no permission on the way, a name that is too long
+        raise RecipeError(f"recipe={path}: cannot be reached ({error.strerror}); give a readable file") from error
 
 
 def _files(path: Path, recipes_dir: Path) -> Iterator[tuple[Path, str]]:
@@ -211,13 +219,15 @@ def _files(path: Path, recipes_dir: Path) -> Iterator[tuple[Path, str]]:
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
+    if path.suffix != ".yaml":
+        raise RecipeError(f"{path}: a recipe with a defaults list is found by its name; rename it to {path.stem}.yaml")
     folder, shared = path.resolve().parent, recipes_dir.resolve()
     search = [f"hydra.searchpath=[{shared.as_uri()}]"] if folder != shared and shared.is_dir() else []
     with initialize_config_dir(str(folder), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         try:
             defaults = loader.compute_defaults_list(path.stem, search, RunMode.RUN).defaults
-        except HydraException as error:
+        except (HydraException, ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
             raise RecipeError(f"{path}: its defaults list cannot be followed: {reason}") from error
     for entry in defaults:
@@ -232,8 +242,7 @@ def _files(path: Path, recipes_dir: Path) -> Iterator[tuple[Path, str]]:
 
 def _compose(path: Path) -> yaml.MappingNode:
     try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=_Loader)
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise RecipeError(f"{path}:{line}: not valid YAML: {error.problem}") from error
@@ -261,7 +270,9 @@ def _read(path: Path, prefix: str) -> dict[str, Any]:
 def _read_section(path: Path, node: yaml.MappingNode, prefix: str, values: dict[str, Any]) -> None:
     for key_node, value_node in node.value:
         place = f"{path}:{key_node.start_mark.line + 1}"
-        key = f"{prefix}.{key_node.value}" if prefix else str(key_node.value)
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise RecipeError(f"{place}: found a list or mapping as a key, expected a name")
+        key = f"{prefix}.{key_node.value}" if prefix else key_node.value
         if key_node.value == "defaults" and not prefix:
             continue
         if isinstance(value_node, yaml.MappingNode) and key in sections():
@@ -278,8 +289,11 @@ def _read_section(path: Path, node: yaml.MappingNode, prefix: str, values: dict[
 
 def _scalar(place: str, leaf: Leaf, node: yaml.ScalarNode) -> Any:
     quoted = bool(node.style)  # None or "" for a bare scalar, by reader
-    if quoted and leaf.kind is str and "${" not in node.value:
-        return node.value  # quotes say that it is text, whatever it looks like
+    if quoted and leaf.kind is str and node.value:
+        try:
+            return text(leaf, node.value)  # quotes say that it is text, whatever it looks like
+        except RecipeError as error:
+            raise RecipeError(f"{place}: {error}") from error
     if leaf.kind is str and looks_typed(node.value) and node.value.lower() not in ("none", "null"):
         raise RecipeError(
             f'{place}: {leaf.key}: {node.value} is not text to YAML, expected a string; quote it: "{node.value}"'
@@ -336,4 +350,4 @@ def _represent_mapping(dumper: yaml.SafeDumper, mapping: dict[str, Any]) -> yaml
 
 _Dumper.add_representer(dict, _represent_mapping)
 _Dumper.add_representer(_Key, lambda dumper, key: dumper.represent_scalar("tag:yaml.org,2002:str", str(key)))
-_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+_Dumper.add_representer(str, lambda dumper, word: dumper.represent_scalar("tag:yaml.org,2002:str", word, style='"'))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_agentrl.recipe.schema import Mtp, Recipe
+from megatron_agentrl.recipe.schema import Mtp, Recipe, Recompute, RecomputeMethod
 
 
 def mtp_problems(recipe: Recipe, config: dict[str, Any] | None) -> Iterator[str]:
@@ -37,4 +37,20 @@ def mtp_problems(recipe: Recipe, config: dict[str, Any] | None) -> Iterator[str]
             f"(topology.pp={recipe.topology.pp}); set topology.pp=1 or model.mtp.train=false"
         )
     if recipe.topology.cp > 1:
-        yield f"model.mtp.train=true: needs whole sequences, found topology.cp={recipe.topology.cp}; set topology.cp=1"
+        yield (
+            f"model.mtp.train=true: a head reads the next token, which another context-parallel rank may hold, found "
+            f"topology.cp={recipe.topology.cp}; set topology.cp=1"
+        )
+    if recipe.train.packing:
+        yield (
+            "model.mtp.train=true: a head's ids and labels are shifted within padded rows, not within the sequences of a "
+            "packed one, found train.packing=true; set train.packing=false"
+        )
+    memory = recipe.memory
+    if memory.recompute is Recompute.full and (
+        memory.recompute_method is not RecomputeMethod.uniform or memory.recompute_layers != 1
+    ):
+        yield (
+            f"model.mtp.train=true: megatron-core recomputes heads one at a time, found memory.recompute_method="
+            f"{memory.recompute_method.value} and memory.recompute_layers={memory.recompute_layers}; set uniform and 1"
+        )

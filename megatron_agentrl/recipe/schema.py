@@ -19,6 +19,51 @@ class Init(str, Enum):
 class Dtype(str, Enum):
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Fp8Format(str, Enum):
+    e4m3 = "e4m3"
+    hybrid = "hybrid"
+
+
+class Fp8Recipe(str, Enum):
+    delayed = "delayed"
+    tensorwise = "tensorwise"
+    blockwise = "blockwise"
+    mxfp8 = "mxfp8"
+
+
+class AmaxAlgorithm(str, Enum):
+    max = "max"
+    most_recent = "most_recent"
+
+
+class GradientDtype(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class MasterDtype(str, Enum):
+    fp32 = "fp32"
+    fp16 = "fp16"
+
+
+class MomentDtype(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp8 = "fp8"
+
+
+class Recompute(str, Enum):
+    full = "full"
+    selective = "selective"
+
+
+class RecomputeMethod(str, Enum):
+    uniform = "uniform"
+    block = "block"
 
 
 class Source(str, Enum):
@@ -52,6 +97,17 @@ class Schedule(str, Enum):
     cosine = "cosine"
 
 
+class Dispatcher(str, Enum):
+    alltoall = "alltoall"
+    allgather = "allgather"
+    flex = "flex"
+
+
+class FlexBackend(str, Enum):
+    deepep = "deepep"
+    hybridep = "hybridep"
+
+
 @dataclass
 class Mtp:
     """Multi-token-prediction heads of the checkpoint."""
@@ -72,7 +128,7 @@ class Model:
     init: Init = Init.pretrained
     """`pretrained` reads the folder's safetensors; `random` draws weights from `seed` (the folder then needs none)."""
     dtype: Dtype = Dtype.fp32
-    """Type the trainer computes in. `bf16` keeps fp32 master weights."""
+    """Type the trainer computes in. `bf16` and `fp16` keep fp32 master weights; `fp16` scales the loss (`precision`)."""
     max_length: int = 4096
     """Longest sequence, in tokens, that engine and trainer accept."""
     mtp: Mtp = field(default_factory=Mtp)
@@ -88,7 +144,12 @@ class Topology:
     pp: int = 1
     """Pipeline-parallel size."""
     vpp: int = 1
-    """Virtual pipeline stages per rank."""
+    """Virtual pipeline stages per rank: the interleaved schedule, pp·vpp stages in all."""
+    first_stage_layers: int | None = None
+    """Layers of the first of the pp·vpp stages (the one with the embedding); null splits evenly. Layers are those of the
+    hybrid model: an attention with its MLP is two."""
+    last_stage_layers: int | None = None
+    """Layers of the last of the pp·vpp stages (the one with the output layer and the loss); null splits evenly."""
     cp: int = 1
     """Context-parallel size."""
     ep: int = 1
@@ -96,9 +157,98 @@ class Topology:
     etp: int | None = None
     """Expert-tensor-parallel size; null follows `tp`."""
     sequence_parallel: bool = False
-    """Shard activations along the sequence inside tensor-parallel groups (needs tp > 1)."""
+    """Shard activations along the sequence inside tensor-parallel groups (needs tp > 1; experts with tp > 1 need it)."""
+    tp_comm_overlap: bool = False
+    """Overlap tensor-parallel communication with the matrix products (Transformer Engine, with sequence_parallel)."""
+    dispatcher: Dispatcher = Dispatcher.alltoall
+    """How tokens reach their experts: `alltoall`, `allgather` (every rank sees all tokens), or `flex` (fused kernels of
+    `flex_backend`, GPUs only)."""
+    flex_backend: FlexBackend = FlexBackend.deepep
+    """Kernels of `dispatcher=flex`: `deepep` or `hybridep`."""
+    distributed_optimizer: bool = True
+    """Shard Adam's state (and a bf16 model's fp32 weights) over data-parallel ranks; false keeps all of it on each rank.
+    SGD has no state and is never sharded."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients bucket by bucket while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the next forward pass already runs (needs distributed_optimizer and
+    overlap_grad_reduce)."""
+    bucket_size: int | None = None
+    """Parameters of one overlapped bucket; null takes 1,000,000 a data-parallel rank, at least 40,000,000."""
     threads: int = 1
     """CPU threads of each trainer process."""
+
+
+@dataclass
+class Precision:
+    """Below `model.dtype`: FP8 through Transformer Engine, the types of the optimizer's state, fp16's loss scale."""
+
+    fp8: Fp8Format | None = None
+    """FP8 matrix products in the layers' linears: `e4m3` throughout, or `hybrid` (e5m2 for gradients). null turns it
+    off. Needs Transformer Engine, model.dtype=bf16 and a GPU of compute capability 8.9 or later. Router, norms, scan,
+    embedding and head are not touched."""
+    fp8_recipe: Fp8Recipe = Fp8Recipe.tensorwise
+    """Scaling: `tensorwise` (current amax of each tensor) and `delayed` (amax history) from 8.9, `blockwise` (128-wide
+    blocks) from 9.0, `mxfp8` (32-wide blocks) from 10.0."""
+    fp8_param_gather: bool = False
+    """Keep the linears' weights in FP8 and gather them in FP8 over data-parallel ranks (masters stay fp32)."""
+    fp8_amax_history: int = 1024
+    """Steps of amax history (`delayed`)."""
+    fp8_amax_algorithm: AmaxAlgorithm = AmaxAlgorithm.max
+    """Which amax of the history sets the scale (`delayed`)."""
+    fp8_margin: int = 0
+    """Powers of two that the scale stays below the largest value (`delayed`)."""
+    fp8_amax_tp_only: bool = False
+    """Reduce amax over tensor and context parallel ranks only, not over data parallel ones (`delayed`, `tensorwise`)."""
+    fp8_weight_gradient: bool = True
+    """FP8 in the products that give weight gradients; false computes them in bf16 (`delayed`)."""
+    fp8_attention: bool = False
+    """FP8 inside dot-product attention too (`delayed`, `tensorwise`, `mxfp8`)."""
+    fp8_head: bool = False
+    """FP8 in the output head too (`mxfp8`)."""
+    bf16_first_layers: int = 0
+    """First entries of the layer pattern kept in bf16 under FP8 (attention and the experts after it are two entries)."""
+    bf16_last_layers: int = 0
+    """Last entries of the layer pattern kept in bf16 under FP8."""
+    bf16_modules: str | None = None
+    """Kinds of linears kept in bf16 under FP8, joined by commas: mamba, attention, mlp, experts, shared_experts,
+    latent."""
+    compute_capability: float | None = None
+    """Compute capability of the trainers' GPUs, e.g. 9.0; null reads it from this machine's driver."""
+    gradients: GradientDtype = GradientDtype.fp32
+    """Type that gradients are summed over micro-batches and reduced over ranks in."""
+    masters: MasterDtype = MasterDtype.fp32
+    """Type of the optimizer's master weights; `fp16` needs Transformer Engine."""
+    exp_avg: MomentDtype = MomentDtype.fp32
+    """Type of Adam's first moment; other than fp32 needs Transformer Engine."""
+    exp_avg_sq: MomentDtype = MomentDtype.fp32
+    """Type of Adam's second moment; other than fp32 needs Transformer Engine."""
+    loss_scale: float = 32768.0
+    """First loss scale of an fp16 run. A step whose gradients overflow is repeated on the same batch at half the scale."""
+    loss_scale_min: float = 1.0
+    """An fp16 step that overflows at this scale ends the run."""
+    loss_scale_window: int = 1000
+    """Steps without overflow after which an fp16 run doubles its loss scale."""
+
+
+@dataclass
+class Memory:
+    """What is traded for less memory on a trainer rank."""
+
+    recompute: Recompute | None = None
+    """Activations computed again in the backward pass: `full` (whole layers), `selective` (`recompute_modules`), or
+    null (none)."""
+    recompute_method: RecomputeMethod = RecomputeMethod.uniform
+    """With `full`: `uniform` keeps the input of every `recompute_layers` layers, `block` recomputes the first
+    `recompute_layers` layers of each stage and keeps everything of the others."""
+    recompute_layers: int = 1
+    """Layers (entries of the pattern) of a recomputed unit (`uniform`) or of the recomputed part (`block`)."""
+    recompute_modules: str | None = None
+    """With `selective`, joined by commas: core_attn, mlp, moe, moe_act, shared_experts, layernorm, mla_up_proj."""
+    optimizer_offload: float = 0.0
+    """Share of Adam's state and work that is moved to the host's memory and cores (GPU trainers)."""
+    optimizer_offload_overlap: bool = True
+    """Copy gradients and weights while the host's part of the step runs."""
 
 
 @dataclass
@@ -145,7 +295,7 @@ class WarmStart:
 class Data:
     source: Source = Source.jsonl
     """Where prompts come from: `jsonl` files or a `reasoning_gym` task. Given on the command line, it drops the recipe
-    file's own prompts, eval and task."""
+    file's own prompts, eval, task and sizes."""
     prompts: str | None = None
     """Training prompts (JSONL, optionally .gz): `prompt` or `messages`, `answer`, any other keys as metadata."""
     eval: str | None = None
@@ -265,6 +415,8 @@ class Algorithm:
     """Upper bound of a negative-advantage token's loss in units of |advantage| (above 1); null sets none."""
     kl_coef: float = 0.0
     """Weight of the k3 KL to the reference policy (the weights the reinforcement phase started from)."""
+    entropy_coef: float = 0.0
+    """Weight of the policy's entropy (nats a trained token, at the sampling temperature), which the loss then rewards."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards within the batch. Learning must vanish."""
 
@@ -276,7 +428,13 @@ class Train:
     batch: int = 16
     """Groups (prompts) per step."""
     micro_batch_tokens: int = 4096
-    """Padded tokens (rows x longest row) one micro-batch may hold on a rank."""
+    """Padded tokens (rows x longest row; with `packing` the packed row) one micro-batch may hold on a
+    data-parallel rank. Under context parallelism its ranks share them."""
+    packing: bool = False
+    """Put a micro-batch's rows one after another into one row of tokens instead of padding each to the longest."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits exist in float32 at once while logprobs and their gradient are computed. Changes memory
+    (3 x this x vocabulary / tp x 4 bytes at most), no number."""
 
 
 @dataclass
@@ -300,7 +458,7 @@ class Checkpoint:
 @dataclass
 class Ports:
     host: str = "127.0.0.1"
-    """Interface that the run's own servers listen on."""
+    """IPv4 address or name of the interface that the run's own servers listen on."""
     coordinator: int = 0
     """Port of the coordinator; 0 picks a free one."""
     gateway: int = 0
@@ -326,7 +484,7 @@ class Observe:
     tensorboard: bool = True
     """Write TensorBoard events beside the JSONL metrics."""
     live: bool | None = None
-    """Live view on a terminal; null decides by whether stdout is one."""
+    """Draw the live panel (true) or print lines (false); null decides by whether stdout is a terminal."""
 
 
 @dataclass
@@ -341,6 +499,8 @@ class Recipe:
     """What a dead process does to the run: `stop` ends it with the process's name and last log lines."""
     model: Model = field(default_factory=Model)
     topology: Topology = field(default_factory=Topology)
+    precision: Precision = field(default_factory=Precision)
+    memory: Memory = field(default_factory=Memory)
     optimizer: Optimizer = field(default_factory=Optimizer)
     warm_start: WarmStart = field(default_factory=WarmStart)
     data: Data = field(default_factory=Data)

@@ -6,25 +6,32 @@ other rooms (contents of prompt files, memory) is checked by the command line be
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_agentrl.recipe import model_rules
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.leaves import get
-from megatron_agentrl.recipe.mla_rules import latent_problems
+from megatron_agentrl.recipe.memory_rules import memory_problems
+from megatron_agentrl.recipe.mla_rules import latent_packing_problems, latent_problems
 from megatron_agentrl.recipe.mtp_rules import mtp_problems
-from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source, Topology
+from megatron_agentrl.recipe.packing_rules import packing_problems
+from megatron_agentrl.recipe.precision_rules import precision_problems
+from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source
+from megatron_agentrl.recipe.topology_rules import data_parallel_problems, divisors, topology_problems
 
 MODES = ("train", "sft", "eval", "export")
 
 #: Architectures that have a layout on all three sides (Hugging Face, Megatron-Core, engine), by `model_type`.
-ARCHITECTURES = ("deepseek_v3", "nemotron_h", "qwen3_moe")
+ARCHITECTURES = ("deepseek_v3", "nemotron_h", "qwen3_moe", "qwen3", "llama")
 
 OPTIMIZERS = ("adam", "sgd")
 ENGINES = ("auto", "vllm", "vllm-cpu")
@@ -37,10 +44,20 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "topology.tp": (1, None),
     "topology.pp": (1, None),
     "topology.vpp": (1, None),
+    "topology.first_stage_layers": (1, None),
+    "topology.last_stage_layers": (1, None),
+    "topology.bucket_size": (1, None),
     "topology.cp": (1, None),
     "topology.ep": (1, None),
     "topology.etp": (1, None),
     "topology.threads": (1, None),
+    "precision.fp8_amax_history": (1, None),
+    "precision.fp8_margin": (0, None),
+    "precision.bf16_first_layers": (0, None),
+    "precision.bf16_last_layers": (0, None),
+    "precision.loss_scale_window": (1, None),
+    "memory.recompute_layers": (1, None),
+    "memory.optimizer_offload": (0.0, 1.0),
     "warm_start.steps": (0, None),
     "warm_start.batch": (1, None),
     "data.size": (1, None),
@@ -65,9 +82,11 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "algorithm.clip_high": (0.0, None),
     "algorithm.importance_floor": (0.0, None),
     "algorithm.kl_coef": (0.0, None),
+    "algorithm.entropy_coef": (0.0, None),
     "train.steps": (1, None),
     "train.batch": (1, None),
     "train.micro_batch_tokens": (1, None),
+    "train.logprob_chunk_tokens": (1, None),
     "eval.every": (0, None),
     "eval.temperature": (0.0, None),
     "eval.size": (1, None),
@@ -91,6 +110,9 @@ for _section in ("optimizer", "warm_start.optimizer"):
 #: Keys whose value must be greater than zero.
 POSITIVE = (
     "model.mtp.loss_weight",
+    "precision.compute_capability",
+    "precision.loss_scale",
+    "precision.loss_scale_min",
     "optimizer.lr",
     "optimizer.eps",
     "warm_start.optimizer.lr",
@@ -132,10 +154,15 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
     if not found:
         config = read_config(recipe.model.path)
     yield from topology_problems(recipe.topology, config)
+    yield from data_parallel_problems(recipe)
+    yield from packing_problems(recipe)
+    yield from latent_packing_problems(recipe, config)
     yield from mtp_problems(recipe, config)
     if mode in ("train", "eval"):
         yield from latent_problems(config, on_cpu=not gpu_count() or recipe.rollout.engine == "vllm-cpu")
-    yield from _machine_problems(recipe)
+    yield from precision_problems(recipe, config)
+    yield from memory_problems(recipe, config, gpu_count())
+    yield from _machine_problems(recipe, mode)
     yield from _engine_problems(recipe, config)
     yield from _algorithm_problems(recipe)
     yield from _length_problems(recipe)
@@ -145,6 +172,18 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
     yield from _data_problems(recipe, mode)
     yield from port_problems(recipe)
     yield from folder_problems(recipe)
+
+
+def rank_problems(recipe: Recipe) -> Iterator[str]:
+    """One line for each thing that keeps a rank of the recipe's topology from being built: ranges, config.json and
+    the topology. Neither weights nor a tokenizer, data or as many GPUs are needed for that."""
+    out_of_range = list(_range_problems(recipe))
+    yield from out_of_range
+    if out_of_range:
+        return
+    config = read_config(recipe.model.path)
+    yield from _config_problems(Path(recipe.model.path), config)
+    yield from topology_problems(recipe.topology, config)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -183,8 +222,7 @@ def _range_problems(recipe: Recipe) -> Iterator[str]:
 def model_problems(recipe: Recipe, *, weights: bool) -> Iterator[str]:
     """Files of the model folder (safetensors too where `weights`), and an architecture that all three sides know."""
     folder = Path(recipe.model.path)
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+    if (what := _what_is(folder)) != "is a folder":
         yield f"model.path={folder}: {what}; expected a Hugging Face folder with config.json and tokenizer.json"
         return
     try:
@@ -192,11 +230,7 @@ def model_problems(recipe: Recipe, *, weights: bool) -> Iterator[str]:
     except RecipeError as error:
         yield str(error)
         return
-    if config.get("model_type") not in ARCHITECTURES:
-        yield (
-            f"{folder}/config.json: model_type is {config.get('model_type')!r}, expected one of "
-            f"{', '.join(ARCHITECTURES)}; choose a model of those"
-        )
+    yield from _config_problems(folder, config)
     if not (folder / "tokenizer.json").is_file():
         yield f"model.path={folder}: tokenizer.json is missing; save the tokenizer there (tokenizer.save_pretrained)"
     if not _has_chat_template(folder):
@@ -207,12 +241,49 @@ def model_problems(recipe: Recipe, *, weights: bool) -> Iterator[str]:
     if weights:
         yield from _weight_file_problems(folder)
     positions = config.get("max_position_embeddings")
-    rotary = config.get("model_type") in ("qwen3_moe", "deepseek_v3")
-    if rotary and isinstance(positions, int) and recipe.model.max_length > positions:
+    if config.get("model_type") != "nemotron_h" and isinstance(positions, int) and recipe.model.max_length > positions:
         yield (
             f"model.max_length={recipe.model.max_length}: the model has {positions} positions "
             f"(max_position_embeddings); set model.max_length={positions} or less"
         )
+
+
+#: Entries of a config.json that layout, planner and topology compute with, and the smallest value of each.
+_SIZES = {
+    name: smallest
+    for smallest, names in (
+        (1, "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"),
+        (1, "mamba_num_heads mamba_head_dim n_groups ssm_state_size conv_kernel decoder_sparse_step"),
+        (1, "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_group topk_group"),
+        (0, "first_k_dense_replace num_nextn_predict_layers"),
+        (0, "intermediate_size moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size"),
+        (0, "n_routed_experts n_shared_experts num_experts num_local_experts"),
+    )
+    for name in names.split()
+}
+
+
+def _size_problems(folder: Path, config: dict[str, Any]) -> Iterator[str]:
+    for name, smallest in _SIZES.items():
+        value = config.get(name)
+        if value is not None and (type(value) is not int or not smallest <= value < 2**31):
+            yield f"{folder}/config.json: {name} is {value!r}, expected a whole number of at least {smallest}"
+    pattern, layers = config.get("hybrid_override_pattern"), config.get("layers_block_type")
+    if pattern is not None and not (isinstance(pattern, str) and set(pattern) <= set("M*E-")):
+        yield f"{folder}/config.json: hybrid_override_pattern is {pattern!r}, expected a text of M, *, E and -"
+    if layers is not None and not (isinstance(layers, list) and all(isinstance(layer, str) for layer in layers)):
+        yield f"{folder}/config.json: layers_block_type is {layers!r}, expected a list of names"
+
+
+def _config_problems(folder: Path, config: dict[str, Any]) -> Iterator[str]:
+    if config.get("model_type") not in ARCHITECTURES:
+        yield (
+            f"{folder}/config.json: model_type is {config.get('model_type')!r}, expected one of "
+            f"{', '.join(ARCHITECTURES)}; choose a model of those"
+        )
+    else:
+        sizes = list(_size_problems(folder, config))
+        yield from sizes or (f"{folder}/{line}" for line in model_rules.model_problems(config))
 
 
 def _has_chat_template(folder: Path) -> bool:
@@ -244,97 +315,33 @@ def _weight_file_problems(folder: Path) -> Iterator[str]:
         yield f"model.path={folder}: {len(missing)} of {len(files)} weight files are missing ({missing[0]}); {way_out}"
 
 
-# ---- topology --------------------------------------------------------------------------------------------------
+# ---- machine and engines ----------------------------------------------------------------------------------------
 
 
-def topology_problems(topology: Topology, config: dict[str, Any] | None = None) -> Iterator[str]:
-    """Sizes that must divide one another, with the numbers; then what this release does not train with yet."""
-    found = list(_division_problems(topology, config or {}))
-    yield from found
-    if found:
-        return
-    unproven = {
-        "tp": topology.tp,
-        "pp": topology.pp,
-        "vpp": topology.vpp,
-        "cp": topology.cp,
-        "etp": topology.etp or 1,
-    }
-    for name, size in unproven.items():
-        if size > 1:
-            yield (
-                f"topology.{name}={size}: this release trains with world, ep and dp only (the publish of weights is "
-                f"proven for those); set topology.{name}=1"
-            )
-
-
-def _division_problems(topology: Topology, config: dict[str, Any]) -> Iterator[str]:
-    world, tp, pp, cp, ep = topology.world, topology.tp, topology.pp, topology.cp, topology.ep
-    etp = topology.etp if topology.etp is not None else tp
-    if world % (tp * pp * cp):
-        yield (
-            f"topology: tp·pp·cp = {tp}·{pp}·{cp} = {tp * pp * cp} does not divide world = {world}; "
-            f"set topology.world to a multiple of {tp * pp * cp}"
-        )
-    if world % (etp * ep * pp):
-        followed = f" (etp was not given and follows tp = {tp})" if topology.etp is None and tp > 1 else ""
-        fits = topology.etp is None and tp > 1 and world % (ep * pp) == 0
-        way_out = "topology.etp=1 would fit" if fits else f"set topology.world to a multiple of {etp * ep * pp}"
-        yield (
-            f"topology: etp·ep·pp = {etp}·{ep}·{pp} = {etp * ep * pp} does not divide world = {world}{followed}; "
-            f"{way_out}"
-        )
-    if topology.vpp > 1 and pp == 1:
-        yield f"topology.vpp={topology.vpp}: needs pp > 1, found pp=1; set topology.vpp=1"
-    if topology.sequence_parallel and tp == 1:
-        yield "topology.sequence_parallel=true: needs tp > 1, found tp=1; set topology.sequence_parallel=false"
-    yield from _shape_problems(topology, config)
-
-
-def _shape_problems(topology: Topology, config: dict[str, Any]) -> Iterator[str]:
-    tp, stages, ep = topology.tp, topology.pp * topology.vpp, topology.ep
-    experts = config.get("n_routed_experts") or config.get("num_experts") or config.get("num_local_experts")
-    layers = config.get("num_hidden_layers") or len(config.get("hybrid_override_pattern") or "")
-    for what, count in (
-        ("attention heads", config.get("num_attention_heads")),
-        ("Mamba heads", config.get("mamba_num_heads")),
-        ("Mamba groups", config.get("n_groups")),
-    ):
-        if count and count % tp:
-            yield f"topology.tp={tp}: the model has {count} {what}, which tp does not divide; {_divisors(count)}"
-    groups = config.get("num_key_value_heads")
-    if groups and groups % tp and tp % groups:
-        yield f"topology.tp={tp}: the model has {groups} key/value heads; expected a divisor or a multiple of {groups}"
-    if layers and layers % stages:
-        yield f"topology: pp·vpp = {stages} does not divide the model's {layers} layers; {_divisors(layers)}"
-    if ep > 1 and not experts:
-        if config:
-            yield f"topology.ep={ep}: the model has no experts; set topology.ep=1"
-    elif experts and experts % ep:
-        yield f"topology.ep={ep}: the model has {experts} experts, which ep does not divide; {_divisors(experts)}"
-
-
-def _divisors(number: int) -> str:
-    fitting = [str(size) for size in range(1, min(number, 64) + 1) if number % size == 0]
-    return f"sizes that fit: {', '.join(fitting)}"
+def gpu_names(devices: Path = Path("/dev")) -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them (without loading CUDA)."""
+    count = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(index) for index in range(count)]
+    # CUDA takes the names up to the first that is none, e.g. -1.
+    names = itertools.takewhile(lambda name: name and not name.startswith("-"), map(str.strip, visible.split(",")))
+    return list(names)[:count]
 
 
 def gpu_count() -> int:
-    """GPUs this process may use (without loading CUDA)."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    if visible is not None:
-        return min(len(devices), len([part for part in visible.split(",") if part.strip()]))
-    return len(devices)
+    """How many GPUs this process may use."""
+    return len(gpu_names())
 
 
-def _machine_problems(recipe: Recipe) -> Iterator[str]:
-    world, replicas, tp = recipe.topology.world, recipe.rollout.replicas, recipe.rollout.tp
+def _machine_problems(recipe: Recipe, mode: str) -> Iterator[str]:
+    world = recipe.topology.world if mode != "eval" else 0
+    replicas, tp = recipe.rollout.replicas if mode in ("train", "eval") else 0, recipe.rollout.tp
     if gpus := gpu_count():
         needed = world + replicas * tp
         if needed > gpus:
             yield (
-                f"topology.world={world} trainers and rollout.replicas·tp = {replicas}·{tp} need {needed} GPUs, found "
+                f"topology.world: {world} trainers and rollout.replicas·tp = {replicas}·{tp} need {needed} GPUs, found "
                 f"{gpus}; lower topology.world or rollout.replicas"
             )
         return
@@ -361,7 +368,7 @@ def _engine_problems(recipe: Recipe, config: dict[str, Any] | None) -> Iterator[
         )
     heads = (config or {}).get("num_attention_heads")
     if heads and heads % rollout.tp:
-        yield f"rollout.tp={rollout.tp}: the model has {heads} attention heads; {_divisors(heads)}"
+        yield f"rollout.tp={rollout.tp}: the model has {heads} attention heads; {divisors(heads)}"
 
 
 # ---- algorithm, lengths, optimizer ------------------------------------------------------------------------------
@@ -445,10 +452,14 @@ def _data_problems(recipe: Recipe, mode: str) -> Iterator[str]:
             yield from _file_problems("warm_start.data", warm_start.data)
     if mode in ("sft", "export"):
         return
+    if data.train_remainder and data.epochs is None:
+        yield "data.train_remainder=true: has no effect without data.epochs; set data.epochs, or leave it out"
     if data.source is Source.jsonl:
-        if data.task is not None:
-            yield f"data.task={data.task}: has no effect with data.source=jsonl; set data.source=reasoning_gym"
-        if data.prompts is None and mode == "train":
+        default = type(data)()
+        for leaf in ("task", "size", "eval_size"):
+            if (value := getattr(data, leaf)) != getattr(default, leaf):
+                yield f"data.{leaf}={value}: has no effect with data.source=jsonl; set data.source=reasoning_gym"
+        if data.prompts is None:
             yield "data.prompts=null: data.source=jsonl needs a prompts file; set data.prompts=FILE.jsonl"
         if data.eval is None and mode == "eval":
             yield "data.eval=null: the eval command needs held-out prompts; set data.eval=FILE.jsonl"
@@ -464,13 +475,24 @@ def _data_problems(recipe: Recipe, mode: str) -> Iterator[str]:
 
 
 def _file_problems(key: str, name: str) -> Iterator[str]:
-    path = Path(name)
-    if path.is_dir():
+    if (what := _what_is(Path(name))) == "is a folder":
         yield f"{key}={name}: is a folder, expected a JSONL file"
-    elif not path.exists():
+    elif what == "does not exist":
         yield f"{key}={name}: no such file (looked from {Path.cwd()}); give an existing JSONL file"
-    elif not os.access(path, os.R_OK):
+    elif what != "is a file":
+        yield f"{key}={name}: {what}; give a JSONL file that this user may read"
+    elif not os.access(name, os.R_OK):
         yield f"{key}={name}: cannot be read by this user; change its permissions"
+
+
+def _what_is(path: Path) -> str:
+    """`is a folder`, `is a file`, `does not exist`, or why it cannot be told (no permission on the way, a long name)."""
+    try:
+        return "is a folder" if stat.S_ISDIR(path.stat().st_mode) else "is a file"
+    except (FileNotFoundError, NotADirectoryError):
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be reached ({(error.strerror or str(error)).lower()})"
 
 
 # ---- ports and the run folder -----------------------------------------------------------------------------------
@@ -485,7 +507,7 @@ def port_problems(recipe: Recipe) -> Iterator[str]:
         wanted += [("ports.engine", ports.engine + i) for i in range(recipe.rollout.replicas)]
     fault = _try_bind(ports.host, 0)
     if fault is not None:
-        yield f"ports.host={ports.host}: this machine cannot listen there ({fault}); use an address of its own"
+        yield f"ports.host={ports.host}: this machine cannot listen there ({fault}); use an IPv4 address of its own"
         return
     for key, port in wanted:
         if port == 0:
@@ -500,23 +522,26 @@ def port_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _try_bind(host: str, port: int) -> str | None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             return (error.strerror or str(error)).lower()
+        except UnicodeError as error:  # e.g. an empty part between two dots
+            return str(error)
     return None
 
 
 def folder_problems(recipe: Recipe) -> Iterator[str]:
     """Whether the run folder can be written: the nearest existing folder above it takes a file."""
     run_dir = Path(recipe.run_root) / (recipe.run_name or "run")
-    existing = next((path for path in (run_dir, *run_dir.parents) if path.exists()), Path())
     way_out = "set run_root to a folder that you may write"
-    if not existing.is_dir():
-        yield f"run_root={recipe.run_root}: {existing} is a file, expected a folder; {way_out}"
+    existing, what = next(
+        (path, what) for path in (run_dir, *run_dir.parents, Path()) if (what := _what_is(path)) != "does not exist"
+    )
+    if what != "is a folder":
+        yield f"run_root={recipe.run_root}: {existing} {what}, expected a folder; {way_out}"
         return
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".write-test-") as file:

@@ -21,38 +21,44 @@ _FLOAT = re.compile(r"[+-]?(\d{1,40}\.?\d{0,40}|\.\d{1,40})([eE][+-]?\d{1,4})?")
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
-def parse(leaf: Leaf, text: str) -> Any:
-    """The value that `text` stands for; RecipeError names the key, what was found and what was expected."""
-    if "${" in text:
-        raise RecipeError(f"{leaf.key}={text}: interpolation is off; write the value itself")
-    if any(ord(char) < 32 or 0xD800 <= ord(char) < 0xE000 for char in text):
-        raise RecipeError(f"{leaf.key}={text!r}: found a control character or a byte that is not UTF-8; leave it out")
-    if text == "null" and leaf.optional:
+def parse(leaf: Leaf, given: str) -> Any:
+    """The value that `given` stands for; RecipeError names the key, what was found and what was expected."""
+    given = text(leaf, given)
+    if given == "null" and leaf.optional:
         return None
-    if text.lower() in ("none", "null"):
+    if given.lower() in ("none", "null"):
         way_out = "write null for no value" if leaf.optional else f"null is not allowed here; give a {leaf.type_name}"
-        raise RecipeError(f"{leaf.key}={text}: {way_out}")
-    if not text:
+        raise RecipeError(f"{leaf.key}={given}: {way_out}")
+    if not given:
         raise RecipeError(f"{leaf.key}=: there is no value after '='; give a {leaf.type_name}")
     if leaf.kind is str:
-        return text
-    if "," in text:
+        return given
+    if "," in given:
         raise RecipeError(
-            f"{leaf.key}={text}: found {text.count(',') + 1} values, expected one {leaf.type_name}; "
+            f"{leaf.key}={given}: found {given.count(',') + 1} values, expected one {leaf.type_name}; "
             "start one run for each value"
         )
     if leaf.kind is bool:
-        return _bool(leaf, text)
+        return _bool(leaf, given)
     if leaf.kind is int:
-        return _int(leaf, text)
+        return _int(leaf, given)
     if leaf.kind is float:
-        return _float(leaf, text)
-    return _enum(leaf, text)
+        return _float(leaf, given)
+    return _enum(leaf, given)
+
+
+def text(leaf: Leaf, given: str) -> str:
+    """`given` if a recipe may hold it as text; RecipeError otherwise."""
+    if "${" in given:
+        raise RecipeError(f"{leaf.key}={given}: interpolation is off; write the value itself")
+    if any(ord(char) < 32 or 0xD800 <= ord(char) < 0xE000 for char in given):
+        raise RecipeError(f"{leaf.key}={given!r}: found a control character or a byte that is not UTF-8; leave it out")
+    return given
 
 
 def looks_typed(text: str) -> bool:
     """True if YAML or a reader could take a bare `text` for something other than a string."""
-    typed_by_yaml_1_1 = re.fullmatch(r"[+-]?(0[xob]?)?[\d_a-fA-F:.]*\d[\d_:.]*", text) is not None
+    typed_by_yaml_1_1 = re.fullmatch(r"[+-]?(0x[\d_a-fA-F]+|0[ob][\d_]+|[\d_:.]*\d[\d_:.]*)", text) is not None
     return (
         typed_by_yaml_1_1
         or _FLOAT.fullmatch(text) is not None
@@ -60,12 +66,12 @@ def looks_typed(text: str) -> bool:
     )
 
 
-def check_run_name(name: str, what: str = "run_name") -> None:
+def check_run_name(name: str, what: str = "run_name", way_out: str = "e.g. run_name=quickstart-2") -> None:
     """A run name becomes a folder name and stands in commands: a plain word only."""
     if not _PLAIN_WORD.fullmatch(name) or ".." in name:
         raise RecipeError(
             f"{what}={name!r}: expected a plain word of letters, digits, '-', '_' and '.' (no '..', at most 100); "
-            "e.g. run_name=quickstart-2"
+            f"{way_out}"
         )
 
 

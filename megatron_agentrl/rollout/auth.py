@@ -28,6 +28,9 @@ class BearerToken:
         self.expected = f"Bearer {token}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        if scope["type"] == "websocket" and not self._authorized(scope):
+            await send({"type": "websocket.close", "code": 1008})  # before it was accepted: the handshake gets a 403
+            return
         if scope["type"] == "http" and scope["path"] != "/health" and not self._authorized(scope):
             await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"text/plain")]})
             await send({"type": "http.response.body", "body": b"this route needs the run's bearer token"})

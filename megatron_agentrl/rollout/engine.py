@@ -24,7 +24,7 @@ SERVED_NAME = "policy"
 #: Name of our weight-transfer backend (rollout/extension.py registers it).
 TRANSFER_BACKEND = "megatron_agentrl"
 #: Layer kinds that keep a recurrent state, for which vLLM's prefix cache is unsound on a CPU and experimental on GPUs.
-_RECURRENT_LAYERS = {"linear_attention", "mamba", "mamba2"}
+_RECURRENT_LAYERS = {"linear_attention", "mamba", "mamba2", "M"}
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ def spec_from_recipe(
         model=model or recipe.model.path,
         host=host,
         port=port,
-        dtype={Dtype.fp32: "float32", Dtype.bf16: "bfloat16"}[recipe.rollout.dtype],
+        dtype={Dtype.fp32: "float32", Dtype.bf16: "bfloat16", Dtype.fp16: "float16"}[recipe.rollout.dtype],
         tp=recipe.rollout.tp,
         max_length=recipe.model.max_length,
         max_num_seqs=recipe.rollout.max_num_seqs,
@@ -163,8 +163,8 @@ def _preloads() -> list[str]:
 def has_recurrent_layers(model: str) -> bool:
     """Whether the model folder's config names Mamba or other linear-attention layers."""
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    kinds = config.get("layers_block_type") or config.get("layer_types") or []
-    return bool(_RECURRENT_LAYERS & set(kinds)) or "M" in config.get("hybrid_override_pattern", "")
+    keys = ("hybrid_override_pattern", "layers_block_type", "layer_types")  # letters, or names, or null
+    return bool(_RECURRENT_LAYERS & {kind for key in keys for kind in config.get(key) or ()})
 
 
 def command(spec: EngineSpec) -> list[str]:

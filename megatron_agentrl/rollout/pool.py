@@ -93,6 +93,7 @@ class EnginePool:
             asked = msgspec.convert(body, Announcement)
         except msgspec.ValidationError as error:
             raise ValueError(f"engine {name}: {error}") from error
+        _check_state(name, asked.state, asked.version)
         known = self._engines.get(name)
         if known is None or known.url != asked.url:
             await self.add(name, VllmClient(name, asked.url, self._token, self._timeout), asked.url)
@@ -102,10 +103,7 @@ class EnginePool:
         """Raises ValueError for an unknown engine or state, or for `serving` without a version."""
         if name not in self._engines:
             raise ValueError(f"unknown engine {name!r}; known are {sorted(self._engines)}")
-        if state not in STATES:
-            raise ValueError(f"engine state {state!r}; expected one of {', '.join(STATES)}")
-        if state == "serving" and version is None:
-            raise ValueError(f"{name}: serving needs the version that is proven")
+        _check_state(name, state, version)
         engine = self._engines[name]
         engine.state = state
         if state == "serving" and version is not None:
@@ -210,3 +208,10 @@ class EnginePool:
                 engine.busy_since = now
             taken[engine.name] = intervals
         return taken
+
+
+def _check_state(name: str, state: str, version: int | None) -> None:
+    if state not in STATES:
+        raise ValueError(f"{name}: engine state {state!r}; expected one of {', '.join(STATES)}")
+    if state == "serving" and version is None:
+        raise ValueError(f"{name}: serving needs the version that is proven")

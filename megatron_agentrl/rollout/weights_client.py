@@ -38,12 +38,14 @@ class VllmEngine:
             if alive is not None and not alive():
                 raise EngineError(self.name, "unreachable", "the engine process ended while starting; see its log")
             try:
-                if self._http.get("/health", timeout=2).status_code == 200:
+                status = self._http.get("/health", timeout=2).status_code
+                if status == 200:
                     return
-            except httpx.TransportError:
-                pass  # not listening yet
+                found = f"/health answers {status}"
+            except httpx.TransportError as error:  # not listening yet
+                found = f"{type(error).__name__}: {error}"
             if time.monotonic() > deadline:
-                raise EngineError(self.name, "late", "the server did not come up in time")
+                raise EngineError(self.name, "late", f"the server did not come up in time ({found}); see its log")
             time.sleep(0.1)
 
     def begin_staging(
@@ -55,7 +57,11 @@ class VllmEngine:
         self._manifest = manifest
 
     def staging(self, deadline: float) -> list[Staging]:
-        return msgspec.convert(self._call_workers("stage_status", deadline), list[Staging])
+        answer = self._call_workers("stage_status", deadline)
+        try:
+            return msgspec.convert(answer, list[Staging])
+        except msgspec.ValidationError as error:
+            raise EngineError(self.name, "protocol", f"unreadable staging status ({error}): {answer}") from error
 
     def pause(self, clear_cache: bool, deadline: float) -> None:
         self._post("/pause", deadline, params={"mode": "keep", "clear_cache": str(clear_cache).lower()})
@@ -79,7 +85,7 @@ class VllmEngine:
 
     def version(self, deadline: float) -> int | None:
         """The version the engine stamps on tokens now."""
-        name = self._request("GET", "/weight_info", deadline).json()["weight_version"]
+        name = self._field(self._request("GET", "/weight_info", deadline), "weight_version")
         return int(name) if name.isdecimal() else None
 
     def score(self, token_ids: Sequence[int], deadline: float) -> list[float]:
@@ -98,7 +104,15 @@ class VllmEngine:
     # ---- HTTP ----------------------------------------------------------------------------------------------------
 
     def _call_workers(self, method: str, deadline: float, *args: str) -> list[Any]:
-        return self._post("/collective_rpc", deadline, json={"method": method, "args": list(args)}).json()["results"]
+        body = {"method": method, "args": list(args)}
+        return self._field(self._post("/collective_rpc", deadline, json=body), "results")
+
+    def _field(self, response: httpx.Response, name: str) -> Any:
+        try:
+            return response.json()[name]
+        except (ValueError, KeyError, TypeError) as error:
+            message = f"{response.url.path}: no {name!r} in the reply: {excerpt(response.content)}"
+            raise EngineError(self.name, "protocol", message) from error
 
     def _post(self, path: str, deadline: float, **kwargs: Any) -> httpx.Response:
         return self._request("POST", path, deadline, **kwargs)

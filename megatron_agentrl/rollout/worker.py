@@ -168,6 +168,8 @@ class Worker:
         """Runs the agent once. Everything it can raise becomes a failure of a kind."""
         task = Task(work.task_id, work.messages, work.answer, work.metadata)
         limit = asyncio.timeout(self._settings.timeout)
+        current = asyncio.current_task()
+        assert current is not None
         try:
             async with limit:
                 result = await self._agent.run(task, endpoint)
@@ -177,15 +179,22 @@ class Worker:
             return self._failure("environment_error", task, error)
         except (openai.APIConnectionError, openai.InternalServerError) as error:
             return self._failure("engine_error", task, error)
-        # The user's code: whatever it raises is this trajectory's failure and must not end the others.
-        except Exception as error:
+        # The user's code: whatever it raises is this trajectory's failure and must not end the others. That includes
+        # the exit() of code it executes, and a cancellation of its own making (this task then was not asked to end).
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and current.cancelling():
+                raise
             if limit.expired():
                 return _Outcome("timeout", message=f"the agent took longer than {self._settings.timeout:g} s")
             return self._failure("agent_error", task, error)
 
-    def _failure(self, status: str, task: Task, error: Exception) -> _Outcome:
+    def _failure(self, status: str, task: Task, error: BaseException) -> _Outcome:
         log.warning("%s on task %s", status, task.task_id, exc_info=error)
-        return _Outcome(status, message=f"{type(error).__name__}: {error}"[:MESSAGE_LENGTH])
+        try:
+            words = str(error).encode(errors="replace").decode()
+        except Exception as problem:  # the user's class may be as broken as its code
+            words = f"(str() of it raises {type(problem).__name__})"
+        return _Outcome(status, message=f"{type(error).__name__}: {words}"[:MESSAGE_LENGTH])
 
     async def _post_receipts(self) -> None:
         settings = self._settings
@@ -233,8 +242,19 @@ def _numbers(result: Any) -> tuple[float, dict[str, float]]:
     """Reward and metrics of a Result as finite numbers. Raises TypeError or ValueError for anything else."""
     if not isinstance(result, Result):
         raise TypeError(f"the agent returned {type(result).__name__}; a Result was expected")
-    numbers = {"reward": float(result.reward), **{name: float(value) for name, value in result.metrics.items()}}
-    for name, value in numbers.items():
-        if not math.isfinite(value):
-            raise ValueError(f"the agent's {name} is {value}; a finite number was expected")
-    return float(result.reward), {name: float(value) for name, value in result.metrics.items()}
+    metrics = {_metric_name(name): _finite(value, f"metric {name!r}") for name, value in result.metrics.items()}
+    return _finite(result.reward, "reward"), metrics
+
+
+def _metric_name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"the agent's metric {name!r} is named by a {type(name).__name__}; a str was expected")
+    name.encode()  # UnicodeEncodeError, a ValueError, where it could not travel
+    return name
+
+
+def _finite(value: Any, what: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the agent's {what} is {number}; a finite number was expected")
+    return number

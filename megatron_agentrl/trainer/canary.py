@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.step import forward_logprobs
@@ -39,7 +41,10 @@ def candidates(vocabulary: int, length: int, count: int, seed: int) -> torch.Ten
 
 @contextlib.contextmanager
 def router_margins(models: list[Any], rows: int) -> Iterator[torch.Tensor]:
-    """Yields margin_B, filled during the forwards inside: per row the smallest top-k margin over layers and positions."""
+    """Yields margin_B, filled during the forwards inside: per row the smallest top-k margin over layers and positions.
+
+    Only those of this rank: a pipeline stage routes in its own layers, a sequence-parallel rank its own positions.
+    """
     margin_B = torch.full((rows,), float("inf"))
 
     def watch(router: TopKRouter, inputs: tuple, _outputs: object) -> None:
@@ -52,6 +57,8 @@ def router_margins(models: list[Any], rows: int) -> Iterator[torch.Tensor]:
             return
         best = score_SBE.topk(router.topk + 1, dim=-1).values
         gap_B = (best[..., -2] - best[..., -1]).amin(dim=0).cpu()
+        if gap_B.shape != margin_B.shape:
+            return  # an empty micro-batch that fills up the interleaved schedule
         margin_B.copy_(torch.minimum(margin_B, gap_B))
 
     handles = [m.register_forward_hook(watch) for chunk in models for m in chunk.modules() if isinstance(m, TopKRouter)]
@@ -71,7 +78,19 @@ def score(models: list[Any], vocabulary: int, length: int, seed: int, rows: int 
         ids_BT=ids_BT, lengths_B=torch.full((count,), length), columns={"mask": torch.ones(count, length)}
     )
     with router_margins(models, count) as margin_B:
+        # Unpacked, so that a row's positions are its own in the router's input.
+        logprobs_BT = forward_logprobs(models, [batch], temperature=1.0, packing=False)[0].cpu()
+    if dist.get_world_size() > 1:  # a rank sees the positions and layers that it holds
+        margins = margin_B.to(next(models[0].parameters()).device)
+        dist.all_reduce(margins, dist.ReduceOp.MIN)
+        margin_B = margins.cpu()
+    if get_attr_wrapped_model(models[0], "packing"):  # the scores come by the path that trains
         logprobs_BT = forward_logprobs(models, [batch], temperature=1.0)[0].cpu()
+    if dist.get_world_size() > 1:
+        device = next(iter(models[0].parameters())).device
+        everywhere_B = margin_B.to(device)
+        dist.all_reduce(everywhere_B, dist.ReduceOp.MIN)
+        margin_B = everywhere_B.cpu()
     # The most decisive rows, in a stable order; all rows qualify where nothing is routed.
     chosen = sorted(range(count), key=lambda b: (margin_B[b].item() < DECISIVE, b))[:rows]
     return [CanaryRow(ids_BT[b].tolist(), logprobs_BT[b].tolist()) for b in chosen]

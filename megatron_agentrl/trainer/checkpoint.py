@@ -7,7 +7,7 @@ parallel layout can load them. Schedules and anything else of the run travel in 
 
 Left out on purpose: megatron-core's `_extra_state` entries (empty without delayed-scaling fp8, and named
 differently with and without Transformer Engine), and the optimizer's parameter groups, whose values the recipe
-sets before each step. Adam's step count stands in the mark.
+sets before each step. Adam's step count and fp16's loss scale stand in the mark.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.optimizer import distrib_optimizer as _distrib
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
 
+from megatron_agentrl.trainer import loss_scale, whole_optimizer
+from megatron_agentrl.trainer.checkpoint_match import check_same_model
 from megatron_agentrl.trainer.optimizer import parts
 
 FORMAT = 1
@@ -78,14 +81,15 @@ def save(
     dist.barrier()
     _fill_state(optimizer)
     state = _model_state(models)
-    state["optimizer"] = _optimizer_state(optimizer, state, loading=False)
+    state["optimizer"] = _optimizer_state(optimizer, models, state, loading=False)
     state["rng"] = _rng_object(_rng_state())
     _write(state, tmp)
     if dist.get_rank() == 0:
         (tmp / "extra.json").write_text(text)
         if before_complete is not None:
             before_complete(tmp)
-        _complete(tmp, final, {"step": step, "optimizer_step": _adam_step(optimizer)})
+        facts = {"optimizer_step": _adam_step(optimizer), "loss_scale": loss_scale.state(parts(optimizer))}
+        _complete(tmp, final, {"step": step, **facts})
     dist.barrier()
     return final
 
@@ -98,20 +102,26 @@ def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
 
     Raises:
         IncompleteCheckpoint: the folder was never completed, or a file of it is missing or truncated.
+        OtherModel: the folder holds the weights of another model.
     """
     folder = Path(folder)
     mark = check(folder)
-    _fill_state(optimizer)
     state = _model_state(models)
-    state["optimizer"] = _optimizer_state(optimizer, state, loading=True)
+    check_same_model(folder, state)
+    _fill_state(optimizer)
+    state["optimizer"] = _optimizer_state(optimizer, models, state, loading=True)
     same_world = mark["world"] == dist.get_world_size()
     if same_world:
         state["rng"] = _rng_object(None)
     loaded = dist_checkpointing.load(state, str(folder))
     _put_model(models, loaded)
     if loaded.get("optimizer"):
-        optimizer.load_state_dict(loaded["optimizer"])
+        if _is_whole(optimizer):
+            whole_optimizer.put(_inner(optimizer), models, loaded["optimizer"])
+        else:
+            optimizer.load_state_dict(loaded["optimizer"])
         _set_adam_step(optimizer, mark["optimizer_step"])
+        loss_scale.restore(parts(optimizer), mark.get("loss_scale"))
     if same_world:
         _put_rng(loaded["rng"])
     return json.loads((folder / "extra.json").read_text())
@@ -136,10 +146,12 @@ def load_weights(folder: Path, models: list[Any]) -> None:
     """Read the weights alone; build the optimizer afterwards. Collective.
 
     Raises:
-        IncompleteCheckpoint: see `load`.
+        IncompleteCheckpoint, OtherModel: see `load`.
     """
     check(Path(folder))
-    _put_model(models, dist_checkpointing.load(_model_state(models), str(folder)))
+    state = _model_state(models)
+    check_same_model(Path(folder), state)
+    _put_model(models, dist_checkpointing.load(state, str(folder)))
 
 
 def check(folder: Path) -> dict[str, Any]:
@@ -151,13 +163,17 @@ def check(folder: Path) -> dict[str, Any]:
     mark_file = folder / MARK
     if not mark_file.is_file():
         raise IncompleteCheckpoint(f"{folder}: no {MARK}; the save did not finish. Use an older checkpoint")
-    mark = json.loads(mark_file.read_text())
-    if mark.get("format") != FORMAT:
-        raise IncompleteCheckpoint(f"{folder}: format {mark.get('format')!r}, this program reads {FORMAT}")
+    try:
+        mark = json.loads(mark_file.read_text())
+        found = mark["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise IncompleteCheckpoint(f"{folder}: {MARK} is damaged ({error!r}). Use an older checkpoint") from error
+    if found != FORMAT:
+        raise IncompleteCheckpoint(f"{folder}: format {found!r}, this program reads {FORMAT}")
     for name, size in mark["files"].items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes"
+        bytes_now = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if bytes_now != size:
+            what = "is missing" if bytes_now is None else f"has {bytes_now} bytes"
             raise IncompleteCheckpoint(f"{folder}: {name} {what}, {size} bytes were written")
     return mark
 
@@ -171,7 +187,7 @@ def newest(folder: Path) -> Newest:
             continue
         match = _STEP.fullmatch(path.name)
         if match is None:
-            skipped.append(f"{path.name}: not step_N; a save was interrupted")
+            skipped.append(f"{path.name}: not step_N; an interrupted save or removal left it")
         else:
             steps.append((int(match[1]), path))
     for step, path in sorted(steps, reverse=True):
@@ -187,7 +203,8 @@ def newest(folder: Path) -> Newest:
 def prune(folder: Path, keep: int) -> list[Path]:
     """Remove all but the `keep` newest complete checkpoints, and what interrupted saves left. First rank only.
 
-    Folders that are incomplete under a final name are kept for a person to look at. Returns what was removed.
+    Folders that are incomplete or damaged under a final name are kept for a person to look at, and do not count.
+    Returns what was removed.
 
     Raises:
         ValueError: keep is below 1.
@@ -200,14 +217,22 @@ def prune(folder: Path, keep: int) -> list[Path]:
         if match is None:
             if path.is_dir() and path.name.startswith("step_") and path.name.endswith(".tmp"):
                 removed.append(path)
-        elif (path / MARK).is_file():
+        elif _whole(path):
             complete.append((int(match[1]), path))
     removed += [path for _, path in sorted(complete, reverse=True)[keep:]]
     for path in removed:
-        # Without its mark a folder is no checkpoint, so an interrupted removal leaves none that looks whole.
-        (path / MARK).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        # Under this name it is no checkpoint: what an interrupted removal leaves is removed by the next one.
+        doomed = path if path.suffix == ".tmp" else path.rename(path.with_name(f"{path.name}.removed.tmp"))
+        shutil.rmtree(doomed)
     return removed
+
+
+def _whole(folder: Path) -> bool:
+    try:
+        check(folder)
+    except IncompleteCheckpoint:
+        return False
+    return True
 
 
 def _complete(tmp: Path, final: Path, facts: dict[str, Any]) -> None:
@@ -269,14 +294,24 @@ def _model_state(models: list[Any]) -> dict[str, Any]:
 def _put_model(models: list[Any], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(models):
         tensors = loaded["model" if len(models) == 1 else f"model{index}"]
-        missing, unexpected = chunk.module.load_state_dict(tensors, strict=False)
+        # The model itself: megatron-core's wrapper for half types loads, but does not say what was missing.
+        missing, unexpected = unwrap_model(chunk).load_state_dict(tensors, strict=False)
         missing = [name for name in missing if "_extra_state" not in name]
         if missing or unexpected:
             raise IncompleteCheckpoint(f"model chunk {index}: missing {missing}, unexpected {list(unexpected)}")
 
 
-def _optimizer_state(optimizer: Any, model_state: dict[str, Any], loading: bool) -> dict[Any, Any]:
+def _is_whole(optimizer: Any) -> bool:
+    """Whether this is an Adam whose state is not sharded over data-parallel ranks."""
+    inner = _inner(optimizer)
+    sharded = any(isinstance(part, _distrib.DistributedOptimizer) for part in parts(optimizer))
+    return not sharded and bool(inner) and not isinstance(inner[0], torch.optim.SGD)
+
+
+def _optimizer_state(optimizer: Any, models: list[Any], model_state: dict[str, Any], loading: bool) -> dict[Any, Any]:
     """Sharded moments and float32 weights by parameter; everything else stays local to this process."""
+    if _is_whole(optimizer):
+        return whole_optimizer.sharded_state(_inner(optimizer), models, model_state)
     if not any(isinstance(part, _distrib.DistributedOptimizer) for part in parts(optimizer)):
         return {}  # plain SGD on float32 weights keeps no state
     whole = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_metadata())

@@ -11,8 +11,11 @@ import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron_agentrl.layout.megatron import heads_pattern
-from megatron_agentrl.recipe.schema import Dtype, Mtp, Recipe, Topology
+from megatron_agentrl.recipe.mla_rules import latent_packing_problems, latent_topology_problems
+from megatron_agentrl.recipe.mtp_rules import mtp_problems
+from megatron_agentrl.recipe.schema import Dispatcher, Mtp, Recipe, Topology
 from megatron_agentrl.trainer.architectures import architecture
+from megatron_agentrl.trainer.precision import model_fields, recompute_fields
 
 
 def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
@@ -25,11 +28,11 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         ValueError: a topology that the model cannot take, by the recipe's key.
     """
     arch, topology = architecture(hf), recipe.topology
-    if topology.cp > 1:
-        raise ValueError(f"topology.cp={topology.cp}: the step does not cut sequences yet; set topology.cp to 1")
+    heads = recipe.model.mtp.train
+    found = [*latent_topology_problems(topology, hf), *latent_packing_problems(recipe, hf)]
+    if found := found + list(mtp_problems(recipe, hf) if heads else ()):
+        raise ValueError("\n".join(found))
     latent = arch.config.get("multi_latent_attention", False)
-    if latent and topology.tp > 1 and not topology.sequence_parallel:
-        raise ValueError(f"topology.tp={topology.tp} with latent attention needs topology.sequence_parallel=true")
     return (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=len(arch.pattern),
         hidden_size=hf["hidden_size"],
@@ -40,8 +43,9 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         calculate_per_token_loss=True,
         use_cpu_initialization=not torch.cuda.is_available(),
         **parallelism(topology),
-        **precision(recipe),
-        **experts(topology, "E" in arch.pattern),
+        **model_fields(recipe),
+        **recompute_fields(recipe),
+        **experts(topology, "E" in arch.pattern or (heads and "E" in heads_pattern(hf)[0])),
         **fusions(),
         **prediction_heads(hf, recipe.model.mtp),
         **arch.config,
@@ -56,22 +60,23 @@ def parallelism(topology: Topology) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": topology.vpp if topology.vpp > 1 else None,
         "context_parallel_size": topology.cp,
         "sequence_parallel": topology.sequence_parallel,
-        "variable_seq_lengths": topology.pp > 1,
+        "tp_comm_overlap": topology.tp_comm_overlap,
+        # Shapes travel with the tensors, except where megatron-core refuses that: see `micro_batches.conform`.
+        "variable_seq_lengths": topology.pp > 1 and topology.dispatcher is not Dispatcher.allgather,
+        # A batch of sends and receives is matched by order. With interleaved stages over two ranks an activation
+        # and a gradient travel to the same peer in one batch, and megatron-core 0.19.2 would swap them.
+        "overlap_p2p_comm": topology.vpp > 1,
+        "batch_p2p_comm": topology.vpp == 1,
     }
 
 
-def precision(recipe: Recipe) -> dict[str, Any]:
-    """The types that layers compute and communicate in."""
-    dtype = torch.bfloat16 if recipe.model.dtype == Dtype.bf16 else torch.float32
-    return {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype is torch.bfloat16}
-
-
 def experts(topology: Topology, present: bool) -> dict[str, Any]:
-    """How experts are routed and cut; {} for a model without any."""
+    """How experts are routed and cut; for a model without any, only what megatron-core insists on."""
     if not present:
         if topology.ep > 1:
             raise ValueError(f"topology.ep={topology.ep}, but the model has no experts; set topology.ep to 1")
-        return {}
+        # With pipeline stages it refuses its own default dispatcher, also where nothing is dispatched.
+        return {"moe_token_dispatcher_type": "alltoall"}
     if topology.tp > 1 and not topology.sequence_parallel:
         raise ValueError(f"topology.tp={topology.tp} with experts needs topology.sequence_parallel=true")
     return {
@@ -81,18 +86,20 @@ def experts(topology: Topology, present: bool) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": topology.dispatcher.value,
+        "moe_flex_dispatcher_backend": topology.flex_backend.value,
     }
 
 
 def prediction_heads(hf: dict[str, Any], mtp: Mtp) -> dict[str, Any]:
-    """Multi-token-prediction heads; {} where they are not trained. Raises ValueError for a model without any."""
+    """Multi-token-prediction heads; {} where they are not trained."""
     if not mtp.train:
         return {}
-    count = heads_pattern(hf)[1]
-    if not count:
-        raise ValueError("model.mtp.train=true, but the model has no prediction heads; set model.mtp.train=false")
-    return {"mtp_num_layers": count, "mtp_loss_scaling_factor": mtp.loss_weight, "mtp_detach_heads": mtp.detach}
+    return {
+        "mtp_num_layers": heads_pattern(hf)[1],
+        "mtp_loss_scaling_factor": mtp.loss_weight,
+        "mtp_detach_heads": mtp.detach,
+    }
 
 
 def fusions() -> dict[str, bool]:

@@ -19,7 +19,9 @@ class CoordinatorError(RuntimeError):
 class CoordinatorClient:
     def __init__(self, url: str, token: str, call_timeout: float = 30.0):
         self._url = url
-        self._http = httpx.Client(base_url=url, timeout=call_timeout, headers={"Authorization": f"Bearer {token}"})
+        self._http = httpx.Client(
+            base_url=url, timeout=call_timeout, headers={"Authorization": f"Bearer {token}"}, trust_env=False
+        )
 
     def _call(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         try:
@@ -28,7 +30,10 @@ class CoordinatorClient:
             raise CoordinatorError(f"coordinator at {self._url} did not answer {method} {path}: {error!r}") from error
         if reply.status_code != 200:
             raise CoordinatorError(f"coordinator refused {method} {path}: {reply.status_code} {reply.text[:500]}")
-        return reply.json()
+        try:
+            return reply.json()
+        except ValueError as error:
+            raise CoordinatorError(f"coordinator's reply to {method} {path} is no JSON: {reply.text[:500]}") from error
 
     def batch(self, version: int, deadline: float) -> dict[str, Any] | None:
         """The plan of the step that starts from `version`; None when the prompt stream is exhausted.
@@ -63,13 +68,13 @@ class CoordinatorClient:
         """Runs a held-out evaluation and waits for it: {"finished", "size", "success", "metrics", "tokens"}."""
         eval_id = self._call("POST", "/evals", json={"tag": tag, "version": version})["eval_id"]
         end = time.monotonic() + deadline
+        late = "no answer yet"
         while (left := end - time.monotonic()) > 0:
             reply = self._call("GET", f"/evals/{eval_id}", params={"wait": min(5.0, left)})
             if reply["done"]:
                 return reply
-        raise CoordinatorError(
-            f"evaluation {tag!r} not finished after {deadline:.0f} s: {reply['finished']} of {reply['size']} answers"
-        )
+            late = reply["late"]
+        raise CoordinatorError(f"evaluation {tag!r} not finished after {deadline:.0f} s: {late}")
 
     def checkpoint(self, step: int, folder: str) -> None:
         self._call("POST", "/checkpoints", json={"step": step, "folder": folder})

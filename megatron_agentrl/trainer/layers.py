@@ -29,12 +29,11 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -50,7 +49,9 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megatron_agentrl.trainer.mla import LatentDotProductAttention, LatentSelfAttention
+from megatron_agentrl.trainer.attention import LocalCoreAttention
+from megatron_agentrl.trainer.latent_experts import LocalMoELayer
+from megatron_agentrl.trainer.mla import LatentCoreAttention, LatentSelfAttention
 from megatron_agentrl.trainer.mtp import PredictionHead
 
 
@@ -113,7 +114,7 @@ def _local_moe() -> Any:
         return SharedExpertMLP(config=config, submodules=linears, gate=gate, pg_collection=pg_collection, name=name)
 
     return partial(
-        MoELayer,
+        LocalMoELayer,
         submodules=MoESubmodules(
             experts=partial(SequentialMLP, submodules=linears), shared_experts=shared_experts, router=Router
         ),
@@ -157,7 +158,7 @@ def local_stack_spec(mixer: dict[str, Any]) -> ModuleSpec:
                         params={"attn_mask_type": AttnMaskType.causal},
                         submodules=SelfAttentionSubmodules(
                             linear_qkv=NormColumnParallelLinear,
-                            core_attention=DotProductAttention,
+                            core_attention=LocalCoreAttention,
                             linear_proj=RowParallelLinear,
                             q_layernorm=RMSNorm,
                             k_layernorm=RMSNorm,
@@ -179,7 +180,7 @@ def local_stack_spec(mixer: dict[str, Any]) -> ModuleSpec:
                             linear_q_up_proj=NormColumnParallelLinear,
                             linear_kv_down_proj=ColumnParallelLinear,
                             linear_kv_up_proj=NormColumnParallelLinear,
-                            core_attention=LatentDotProductAttention,
+                            core_attention=LatentCoreAttention,
                             linear_proj=RowParallelLinear,
                             q_layernorm=IdentityOp,
                             kv_layernorm=IdentityOp,
@@ -230,11 +231,7 @@ def stack_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
         attention.submodules.linear_kv_up_proj = TELayerNormColumnParallelLinear
         spec.submodules.mtp_block_spec = _prediction_heads(TENorm, TEColumnParallelLinear)
         return spec
-    for feature, used in (
-        ("context parallelism (topology.cp > 1)", config.context_parallel_size > 1),
-        ("latent experts (moe_latent_size)", bool(config.moe_latent_size)),
-        ("fp8", bool(config.fp8)),
-    ):
+    for feature, used in (("fp8", bool(config.fp8)),):
         if used:
             raise ValueError(f"{feature} needs Transformer Engine, which is not installed; install it or turn it off")
     spec = local_stack_spec(mixer)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_agentrl.algorithm.advantages import group_advantages
 from megatron_agentrl.data.encoded import EncodedDemonstrations
+from megatron_agentrl.data.packing import first_fit, multiples_of
 from megatron_agentrl.layout.megatron import fp32_tensors, hf_tensors
 from megatron_agentrl.observe.events import EventLog
 from megatron_agentrl.observe.metrics import MetricsWriter
@@ -29,10 +31,12 @@ from megatron_agentrl.recipe.schema import Dtype, Recipe
 from megatron_agentrl.trainer import canary, checkpoint
 from megatron_agentrl.trainer.batch import MicroBatch, rl_micro_batch, sft_micro_batch
 from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
+from megatron_agentrl.trainer.data_parallel import settle
 from megatron_agentrl.trainer.losses import rl_loss, sft_loss
 from megatron_agentrl.trainer.optimizer import build, learning_rate
+from megatron_agentrl.trainer.precision import TORCH_DTYPE
 from megatron_agentrl.trainer.reference import Reference
-from megatron_agentrl.trainer.step import forward_logprobs, train_step
+from megatron_agentrl.trainer.step import StepResult, forward_logprobs, train_step
 from megatron_agentrl.trainer.topology import Rank
 from megatron_agentrl.trainer.weights_io import iterate_hf, save_hf
 from megatron_agentrl.trajectory.spool import SpoolReader
@@ -41,8 +45,6 @@ from megatron_agentrl.weights.manifest import Manifest, TensorInfo
 from megatron_agentrl.weights.publish import Canary, Publisher
 
 T = TypeVar("T")
-
-TORCH_DTYPE = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
 
 
 @dataclass
@@ -83,35 +85,51 @@ def from_rank0(make: Callable[[], T]) -> T:
 def warm_start(t: Trainer, demonstrations: EncodedDemonstrations) -> None:
     """Supervised steps on demonstrations; the global batch is cut over data-parallel ranks."""
     ws = t.recipe.warm_start
-    optimizer = build(t.models, ws.optimizer)
-    for step in range(1, ws.steps + 1):
-        t0 = time.perf_counter()
-        lr = learning_rate(ws.optimizer, step, ws.steps)
-        rows = demonstrations.batch(step - 1, ws.batch)
-        tokens = sum(sum(mask[1:]) for _, mask in rows)  # the first id has nothing before it to be predicted from
-        micro_batches = list(_sft_micro_batches(t, rows[t.rank.dp :: t.rank.dp_size]))
-        micro_batches += [_empty()] * (_largest(len(micro_batches)) - len(micro_batches))
-        result = train_step(t.models, optimizer, micro_batches, sft_loss, lr=lr, tokens=tokens, step=step)
-        if t.metrics is not None:
-            seconds = time.perf_counter() - t0
-            t.metrics.log(
-                "warm_start",
-                step,
-                {
-                    "loss": result.loss,
-                    "grad_norm": result.grad_norm,
-                    "lr": lr,
-                    "tokens": result.tokens,
-                    "seconds": seconds,
-                    **{k: v / result.tokens for k, v in result.metrics.items() if k == "mtp_cross_entropy"},
-                },
-            )
-            if t.coordinator is not None and (step % 10 == 0 or step == ws.steps):
-                t.coordinator.progress(phase="warm start", step=step, of=ws.steps, loss=result.loss)
+    optimizer = build(t.models, ws.optimizer, t.recipe)
+    # The next batch is rendered and encoded while a step computes: most of a backward pass runs without the GIL.
+    with ThreadPoolExecutor(1, thread_name_prefix="demonstrations") as ahead:
+        coming = ahead.submit(demonstrations.batch, 0, ws.batch)
+        for step in range(1, ws.steps + 1):
+            rows = coming.result()
+            if step < ws.steps:
+                coming = ahead.submit(demonstrations.batch, step, ws.batch)
+            _warm_start_step(t, optimizer, rows, step)
+
+
+def _warm_start_step(t: Trainer, optimizer: Any, rows: list[tuple[list[int], list[int]]], step: int) -> None:
+    ws = t.recipe.warm_start
+    t0 = time.perf_counter()
+    lr = learning_rate(ws.optimizer, step, ws.steps)
+    tokens = sum(sum(mask[1:]) for _, mask in rows)  # the first id has nothing before it to be predicted from
+    micro_batches = list(_sft_micro_batches(t, rows[t.rank.dp :: t.rank.dp_size]))
+    micro_batches += [_empty()] * (_largest(t, len(micro_batches)) - len(micro_batches))
+    result = train_step(t.models, optimizer, micro_batches, sft_loss, lr=lr, tokens=tokens, step=step)
+    if t.metrics is not None:
+        seconds = time.perf_counter() - t0
+        t.metrics.log(
+            "warm_start",
+            step,
+            {
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": lr,
+                "tokens": result.tokens,
+                **_scaling(t.recipe, result),
+                **{k: v / result.tokens for k, v in result.metrics.items() if k == "mtp_cross_entropy"},
+                "seconds": seconds,
+            },
+        )
+        if t.coordinator is not None and (step % 10 == 0 or step == ws.steps):
+            t.coordinator.progress(phase="warm start", step=step, of=ws.steps, loss=result.loss)
 
 
 def _sft_micro_batches(t: Trainer, rows: list[tuple[list[int], list[int]]]) -> Iterator[MicroBatch]:
-    """Rows in order of length, cut so that rows x longest stays within the recipe's micro-batch."""
+    """Rows in micro-batches within the recipe's bound: packed, or in order of length so that little is padded."""
+    if t.recipe.train.packing:
+        lengths = [[len(ids)] for ids, _ in rows]
+        for indices in first_fit(lengths, t.recipe.train.micro_batch_tokens, multiples_of(t.recipe.topology)):
+            yield sft_micro_batch([rows[index] for index in indices], t.pad_id)
+        return
     chunk: list[tuple[list[int], list[int]]] = []
     for row in sorted(rows, key=lambda r: len(r[0])):
         if chunk and (len(chunk) + 1) * len(row[0]) > t.recipe.train.micro_batch_tokens:
@@ -127,11 +145,11 @@ def _empty() -> MicroBatch:
     return rl_micro_batch([], 0, 0, 0)
 
 
-def _largest(count: int) -> int:
+def _largest(t: Trainer, count: int) -> int:
     """The largest count over the ranks: all must run that many micro-batches."""
     if dist.get_world_size() == 1:
         return count
-    largest = torch.tensor(count)
+    largest = torch.tensor(count, device=t.rank.device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
 
@@ -146,7 +164,7 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
     Returns the last version.
     """
     recipe = t.recipe
-    optimizer = build(t.models, recipe.optimizer)
+    optimizer = build(t.models, recipe.optimizer, recipe)
     reference = _reference(t, resume_at)
     version = resume_at or 0
     folder = t.checkpoints / f"step_{version}"
@@ -194,6 +212,7 @@ def _reference(t: Trainer, resume_at: int | None) -> Reference | None:
     if t.recipe.algorithm.kl_coef == 0:
         return None
     folder = t.checkpoints / "reference"
+    settle(t.models)
     if resume_at is None:
         checkpoint.save_weights(folder, t.models)
     else:
@@ -221,6 +240,7 @@ def _rl_step(
     spool.close()
     temperature = recipe.sampling.temperature
     if reference is not None:
+        settle(t.models)
         with reference.active(t.models):
             for batch, logprobs_BT in zip(
                 micro_batches, forward_logprobs(t.models, micro_batches, temperature), strict=True
@@ -235,6 +255,7 @@ def _rl_step(
         tokens=plan["tokens"],
         temperature=temperature,
         step=version,
+        entropy=True,
     )
     flat = [r for g in plan["groups"] for r in g["rewards"]]
     return {
@@ -246,12 +267,18 @@ def _rl_step(
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
+        **_scaling(recipe, result),
         "tokens_trained": plan["tokens"],
         **plan["stats"],
         "staleness_max": int(plan["stats"]["staleness_max"]),
         "tokens_sampled": int(plan["stats"]["tokens_sampled"]),
         **_per_token(result.metrics),
     }
+
+
+def _scaling(recipe: Recipe, result: StepResult) -> dict[str, float]:
+    """fp16's loss scale, and how often the step was repeated because its gradients overflowed."""
+    return {"loss_scale": result.loss_scale, "overflows": result.overflows} if recipe.model.dtype is Dtype.fp16 else {}
 
 
 def _per_token(sums: dict[str, float]) -> dict[str, float]:
@@ -288,6 +315,7 @@ def publish_version(t: Trainer, version: int) -> None:
         WeightsNotServed: no engine holds proven weights, with each engine's numbers.
     """
     rows = canary.score(t.models, t.hf_config["vocab_size"], t.recipe.weights.canary_tokens, seed=t.recipe.seed)
+    settle(t.models)
     dtype = TORCH_DTYPE[t.recipe.rollout.dtype]
     # An engine that does not draft has no place for the heads of multi-token prediction.
     tensors = iterate_hf(t.models, t.hf_config, t.rank, dtype, heads=False)
@@ -334,26 +362,25 @@ def evaluate(t: Trainer, tag: str, version: int) -> None:
         t0 = time.perf_counter()
         with t.events.span("eval", tag=tag, version=version):
             reply = t.coordinator.evaluate(tag, version, t.recipe.deadlines.eval)
-        t.metrics.log(
-            "eval",
-            version,
-            {
-                "tag": tag,
-                "version": version,
-                "size": reply["size"],
-                "finished": reply["finished"],
-                "success": reply["success"],
-                "tokens_sampled": reply["tokens"],
-                **reply["metrics"],
-                "seconds": time.perf_counter() - t0,
-            },
-        )
+        line = {
+            "tag": tag,
+            "version": version,
+            "size": reply["size"],
+            "finished": reply["finished"],
+            "success": reply["success"],
+            "tokens_sampled": reply["tokens"],
+            "seconds": time.perf_counter() - t0,
+        }
+        # The agent's own metrics may not take the place of these.
+        own = {f"{name}_" if name in line else name: value for name, value in reply["metrics"].items()}
+        t.metrics.log("eval", version, line | own)
         return True
 
     from_rank0(run)
 
 
 def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
+    settle(t.models)
     with t.events.span("checkpoint", version=version):
         coordinator = t.coordinator
 
@@ -368,6 +395,7 @@ def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
 
 def export(t: Trainer, folder: Path) -> None:
     """Writes the model as a Hugging Face checkpoint. Collective."""
+    settle(t.models)
     tensors = iterate_hf(t.models, t.hf_config, t.rank, TORCH_DTYPE[t.recipe.model.dtype])
     with t.events.span("export"):
         save_hf(folder, Path(t.recipe.model.path), tensors)

@@ -22,18 +22,20 @@ LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str
 
 
 def rl_loss(algorithm: Algorithm) -> LossFunction:
-    """Clipped policy-gradient loss of the recipe, plus kl_coef times the k3 KL to the reference policy.
+    """Clipped policy-gradient loss of the recipe, plus kl_coef times the k3 KL to the reference policy, minus
+    entropy_coef times the policy's entropy.
 
     Columns read: `mask`, `advantages`, `behaviour_logprobs`; `old` (the trainer's own logprobs at the start of the
     step) with `proximal=recomputed`, where its absence means that the present logprobs are those; `reference`
-    with kl_coef > 0.
+    with kl_coef > 0; `entropy` (the step's own, differentiable) where it is there.
 
     Metrics: `tokens`, `logprob_gap` and `max/logprob_gap` (|trainer - engine|), `clipped`, `clamped`, `ratio`;
-    with `proximal=recomputed` also `importance_weight` and `importance_outside`; with kl_coef > 0 `kl`.
+    with `proximal=recomputed` also `importance_weight` and `importance_outside`; with kl_coef > 0 `kl`; with the
+    column `entropy`.
 
     Raises:
         ValueError: bounds of the recipe that exclude each other.
-        KeyError: kl_coef > 0 and no `reference` column (when the loss is called).
+        KeyError: kl_coef > 0 and no `reference` column, entropy_coef > 0 and no `entropy` (when the loss is called).
     """
     _check(algorithm)
 
@@ -71,6 +73,11 @@ def rl_loss(algorithm: Algorithm) -> LossFunction:
             divergence_BT = kl(Estimator.k3, logprobs_BT, columns["reference"], mask_BT)
             total = total + algorithm.kl_coef * divergence_BT.sum()
             metrics["kl"] = divergence_BT.detach().sum()
+        if "entropy" in columns or algorithm.entropy_coef > 0:
+            entropy = torch.where(mask_BT, columns["entropy"], 0.0).sum()
+            if algorithm.entropy_coef > 0:
+                total = total - algorithm.entropy_coef * entropy
+            metrics["entropy"] = entropy
         with torch.no_grad():
             gap_BT = torch.where(mask_BT, (logprobs_BT - behaviour_BT).abs(), torch.zeros_like(logprobs_BT))
             metrics |= {

@@ -14,15 +14,16 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import divide
 
+from megatron_agentrl.trainer.attention import LocalCoreAttention
 
-class LatentDotProductAttention(DotProductAttention):
-    """Attention whose values may be narrower than its keys; megatron-core's local one takes neither width.
+
+class LatentCoreAttention(LocalCoreAttention):
+    """Local attention, padded or packed, whose values may be narrower than its keys; megatron-core's takes neither width.
 
     MLA's base class builds one without widths first, and MLA then replaces it.
     """

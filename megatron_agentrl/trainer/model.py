@@ -18,6 +18,7 @@ from megatron_agentrl.trainer.config import transformer_config
 from megatron_agentrl.trainer.layers import stack_spec
 from megatron_agentrl.trainer.mla import whole_latents
 from megatron_agentrl.trainer.mtp import MultiTokenModel
+from megatron_agentrl.trainer.optimizer import FLOAT32_PARAMETERS
 from megatron_agentrl.trainer.topology import Rank
 
 
@@ -25,15 +26,17 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
     """Build this rank's model chunks (one, or `topology.vpp` of them) on `rank.device`.
 
     Logits stay split over tensor-parallel ranks and over the padded vocabulary: `trainer.logprobs` takes
-    them as they are. Type is the recipe's; a bf16 model keeps Mamba's A_log, D and dt_bias in float32
-    once `trainer.optimizer.wrap` has wrapped it.
+    them as they are. Type is the recipe's; Mamba's A_log, D and dt_bias are float32 in any, and stay so when
+    `trainer.optimizer.wrap` wraps the model.
 
     Raises:
         ValueError: as `architectures.architecture`, `config.transformer_config` and `layers.stack_spec`.
     """
     arch, config = architecture(hf), transformer_config(hf, recipe)
     spec = stack_spec(config, arch.mixer if "M" in arch.pattern else {})
-    stages = split_layers(len(arch.pattern), rank.pp_size * rank.vpp_size)
+    stages = split_layers(
+        len(arch.pattern), rank.pp_size * rank.vpp_size, rank.first_stage_layers, rank.last_stage_layers
+    )
     pattern = "|".join(arch.pattern[first:stop] for first, stop in stages)
     if config.mtp_num_layers:
         letters, count = heads_pattern(hf)
@@ -52,14 +55,22 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
             parallel_output=True,
             share_embeddings_and_output_weights=arch.tied,
             position_embedding_type=arch.position,
-            rotary_percent=arch.rotary_percent,
             rotary_base=arch.rotary_base,
+            seq_len_interpolation_factor=arch.rope_linear_factor,
             vp_stage=stage,
         )
         for module in model.modules():
             if type(module).__name__ == "ExtendedRMSNorm":  # the mixer's gated norm has a fixed epsilon
                 module.eps = arch.mixer_norm_eps
-        model.true_vocab_size = arch.vocab_size
+        if arch.rope_llama3 is not None:  # HybridModel has no argument for it, its rotary embedding has
+            model.rotary_pos_emb.inv_freq = model.rotary_pos_emb._apply_scaling(
+                model.rotary_pos_emb.inv_freq, **arch.rope_llama3
+            )
+        for name, parameter in model.named_parameters():
+            if name.endswith(FLOAT32_PARAMETERS):  # before weights are read, which would round them
+                parameter.data = parameter.data.float()
+        model.true_vocab_size, model.packing = arch.vocab_size, recipe.train.packing
+        model.logprob_chunk_tokens = recipe.train.logprob_chunk_tokens
         model.whole_latents = whole_latents(spec)
         chunks.append(model.to(rank.device))
     return chunks

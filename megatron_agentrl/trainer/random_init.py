@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_agentrl.layout.config import size
 from megatron_agentrl.layout.megatron import fp32_tensors, hf_tensors, layer_pattern
 from megatron_agentrl.trainer.weights_io import read_config, save_hf
 
@@ -36,8 +37,8 @@ def write_random(
     """Write `folder_out` with the config and tokenizer of `model_folder` and weights drawn from `seed`.
 
     Each tensor has a generator of its own, made from the seed and the tensor's name: the weights depend on
-    neither order nor sharding. With `heads` the multi-token-prediction heads are drawn too. Raises WeightsError where config.json is missing, LayoutError where its model
-    has no layout.
+    neither order nor sharding. With `heads` the multi-token-prediction heads are drawn too.
+    Raises WeightsError where config.json is missing, LayoutError where its model has no layout.
     """
     tensors = random_tensors(read_config(model_folder), seed, dtype, heads)
     save_hf(folder_out, model_folder, tensors, shard_bytes)
@@ -48,7 +49,7 @@ def random_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Disk names and initial values of all tensors, in the checkpoint's order."""
     branches = len(layer_pattern(config))
-    out_std = 0.04 / math.sqrt(2 * branches) * math.sqrt(128 / config["hidden_size"])
+    out_std = 0.04 / math.sqrt(2 * branches) * math.sqrt(128 / size(config, "hidden_size"))
     keep = fp32_tensors(config, heads)
     for name, shape in hf_tensors(config, heads).items():
         digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()

@@ -23,10 +23,14 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron_agentrl.trainer import loss_scale
 from megatron_agentrl.trainer.batch import MicroBatch
-from megatron_agentrl.trainer.logprobs import token_logprobs
+from megatron_agentrl.trainer.logprobs import token_logprobs, token_logprobs_and_entropy
+from megatron_agentrl.trainer.micro_batches import conform
 from megatron_agentrl.trainer.mtp import has_heads, heads_grad_norm, heads_loss, predictions
-from megatron_agentrl.trainer.optimizer import routers, set_learning_rate
+from megatron_agentrl.trainer.optimizer import parts, routers, set_learning_rate
+from megatron_agentrl.trainer.precision import token_multiple
+from megatron_agentrl.trainer.sequence_layout import SequenceLayout, lay_out
 
 #: (logprobs_BT, micro-batch) -> (loss summed over trained tokens, metrics summed over them).
 #: logprobs_BT[b, t] is the logprob of ids_BT[b, t]; column 0 is 0 and must be masked.
@@ -39,7 +43,11 @@ class NonFiniteGradient(RuntimeError):
 
 @dataclass
 class StepResult:
-    """What a step did. `loss` is sum / tokens over the global batch; `metrics` are global sums (maxima under `max/`)."""
+    """What a step did. `loss` is sum / tokens over the global batch; `metrics` are global sums (maxima under `max/`).
+
+    `loss_scale` is what the applied gradients were scaled by (1 but in fp16), `overflows` how often the batch was
+    repeated at a lower scale before that.
+    """
 
     loss: float
     grad_norm: float
@@ -47,17 +55,24 @@ class StepResult:
     lr: float
     applied: bool
     metrics: dict[str, float] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    overflows: int = 0
 
 
 def is_empty(batch: MicroBatch) -> bool:
     """A micro-batch of weight 0: this rank has no rows for it but must take part."""
+    return _shapeless(batch) or int(batch.lengths_B.max()) < 2
+
+
+def _shapeless(batch: MicroBatch) -> bool:
     return batch.ids_BT.shape[0] == 0 or batch.ids_BT.shape[1] < 2
 
 
-def _stand_in(batch: MicroBatch) -> MicroBatch:
-    """One row of two padding tokens, for an empty micro-batch."""
-    device = batch.ids_BT.device
-    return MicroBatch(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64), {})
+def _runnable(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch, or one row of two padding tokens where there is nothing to run."""
+    if not _shapeless(batch):
+        return batch
+    return MicroBatch(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), {})
 
 
 def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -65,43 +80,74 @@ def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return MicroBatch(batch.ids_BT.to(device), batch.lengths_B.to(device), columns)
 
 
-def _forward(model: torch.nn.Module, batch: MicroBatch, heads: bool = False) -> torch.Tensor:
-    """Run the model on all tokens but the last of each row: logits [B, >= T-1, V] on the last stage. With `heads`,
-    what its prediction heads give waits in `mtp.predictions`."""
-    inputs = batch.ids_BT[:, :-1]
-    ranks, rank = 1, 0
+def _lay_out(
+    model: torch.nn.Module, batch: MicroBatch, device: torch.device, packing: bool | None = None
+) -> SequenceLayout:
+    """Where this rank's model finds the tokens of a micro-batch that lies on the CPU."""
+    config = get_model_config(model)
+    return lay_out(
+        batch,
+        packing=get_attr_wrapped_model(model, "packing") if packing is None else packing,
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=config.sequence_parallel,
+        align=token_multiple(config),
+        cp=parallel_state.get_context_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+    ).to(device)
+
+
+def _forward(
+    model: torch.nn.Module, layout: SequenceLayout, heads_lengths_B: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Run the model on this rank's positions: logits [R, L, V] on the last stage. Given the rows' lengths, a model with
+    prediction heads runs them too, and what they give waits in `mtp.predictions`."""
+    padding = layout.padding_RL  # True is what must not count for the router's bias
     if get_model_config(model).sequence_parallel:  # the sequence is cut over the tensor-parallel ranks
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        inputs = torch.nn.functional.pad(inputs, (0, -inputs.shape[1] % ranks))
-    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs).contiguous()
-    # True is what must not count for the router's bias. A row's last token predicts nothing: in the longest
-    # row it is no input at all, so counting it in the others would make the bias depend on the grouping.
-    padding = positions >= batch.lengths_B[:, None] - 1
-    extra = {"lengths_B": batch.lengths_B} if heads else {}
-    return model(inputs.contiguous(), positions, None, padding_mask=padding.chunk(ranks, 1)[rank], **extra)
+        padding = padding.chunk(ranks, 1)[parallel_state.get_tensor_model_parallel_rank()]
+    given: dict[str, Any] = {"packed_seq_params": layout.packed, "padding_mask": padding.contiguous()}
+    if heads_lengths_B is not None:
+        given["lengths_B"] = heads_lengths_B
+    return model(layout.ids_RL, layout.positions_RL, None, **given)
 
 
-def _logprobs(logits: torch.Tensor, batch: MicroBatch, temperature: float, vocab_size: int) -> torch.Tensor:
-    """logprobs_BT aligned with the ids, 0 at the first position and in the padding."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    length = batch.ids_BT.shape[1]
-    lp = token_logprobs(logits[:, : length - 1], batch.ids_BT[:, 1:], temperature, vocab_size, group)
-    real = torch.arange(1, length, device=lp.device) < batch.lengths_B[:, None]
-    return torch.nn.functional.pad(torch.where(real, lp, 0.0), (1, 0))
+def _logprobs(
+    logits: torch.Tensor, layout: SequenceLayout, temperature: float, model: torch.nn.Module, entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """logprobs_BT aligned with the ids and, where asked, the entropy_BT of the distributions they were picked from;
+    both 0 at the first position and in the padding, and whole on every rank."""
+    over, how = parallel_state.get_context_parallel_group(), _softmax(temperature, model)
+    if not entropy:
+        return layout.to_rows(token_logprobs(logits, layout.targets_RL, **how), over), None
+    logprobs_RL, entropy_RL = token_logprobs_and_entropy(logits, layout.targets_RL, **how)
+    return layout.to_rows(logprobs_RL, over), layout.to_rows(entropy_RL, over)
+
+
+def _softmax(temperature: float, model: torch.nn.Module) -> dict[str, Any]:
+    """What `token_logprobs` takes beside logits and ids."""
+    return {
+        "temperature": temperature,
+        "vocab_size": get_attr_wrapped_model(model, "true_vocab_size"),
+        "group": parallel_state.get_tensor_model_parallel_group(),
+        "chunk_tokens": get_attr_wrapped_model(model, "logprob_chunk_tokens"),
+    }
 
 
 def _run(models: list[Any], batches: list[MicroBatch], forward_step: Any, *, train: bool) -> list[Any]:
     """megatron-core's schedule for this topology. Returns what the loss function gave, on the last stage."""
     iterators: list[Iterator[MicroBatch]] = [iter(batches) for _ in models]  # one a model chunk
     single = len(models) == 1
+    config = get_model_config(models[0])
+    length = max(1, max(batch.ids_BT.shape[1] for batch in batches) - 1)
+    if config.sequence_parallel:  # as `_forward` pads it
+        length += -length % config.tensor_model_parallel_size
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators[0] if single else iterators,
         model=models[0] if single else models,
         num_microbatches=len(batches),
-        # Without a pipeline these two are unused; with one, shapes travel with the tensors.
-        seq_length=max(1, max(batch.ids_BT.shape[1] for batch in batches) - 1),
+        # In force over a pipeline whose micro-batches all have one shape; else shapes travel with the tensors.
+        seq_length=length,
         micro_batch_size=max(1, batches[0].ids_BT.shape[0]),
         forward_only=not train,
         collect_non_loss_data=not train,
@@ -141,7 +187,7 @@ def _over_ranks(sums: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     own: dict[str, float] = {}
     for metrics in sums:
         _reduce(own, metrics)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group = parallel_state.get_data_parallel_group()  # context-parallel ranks hold the same rows
     total: dict[str, float] = {}
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         gathered: list[Any] = [None] * group.size()
@@ -163,6 +209,7 @@ def train_step(
     tokens: float,
     temperature: float = 1.0,
     step: int = 0,
+    entropy: bool = False,
 ) -> StepResult:
     """Forward, backward and one optimizer step over the global batch. Collective: every rank must call it.
 
@@ -175,9 +222,11 @@ def train_step(
             (rows without signal are left out of them but count).
         temperature: the logits are divided by it before the softmax.
         step: names the step in errors.
+        entropy: give the loss function a column `entropy`, float32 [B, T] in nats, differentiable: that of the
+            distribution each token was picked from, 0 at the first position and in the padding.
 
     Raises:
-        NonFiniteGradient: the gradient norm is not finite. Parameters, optimizer state and router biases
+        NonFiniteGradient: the gradient norm is not finite (in fp16: at the smallest loss scale). Parameters, optimizer state and router biases
             are as before the call.
         ValueError: the ranks disagree on the number of micro-batches, or tokens is not above 0.
     """
@@ -185,10 +234,13 @@ def train_step(
         raise ValueError(f"step {step}: tokens={tokens}; a step needs at least one trained token")
     _check_counts(batches)
     config, device = get_model_config(models[0]), _device()
-    vocab_size = get_attr_wrapped_model(models[0], "true_vocab_size")
 
-    def loss_of(batch: MicroBatch, counted: bool, heads: list[torch.Tensor], logits: torch.Tensor) -> Any:
-        logprobs = _logprobs(logits, batch, temperature, vocab_size)
+    def loss_of(
+        batch: MicroBatch, layout: SequenceLayout, counted: bool, heads: list[torch.Tensor], logits: torch.Tensor
+    ) -> Any:
+        logprobs, entropy_BT = _logprobs(logits, layout, temperature, models[0], entropy)
+        if entropy_BT is not None:
+            batch.columns["entropy"] = entropy_BT  # the batch is this pass's own copy
         if counted:
             loss, metrics = loss_fn(logprobs, batch)
         else:
@@ -196,10 +248,7 @@ def train_step(
         sums = {name: torch.as_tensor(value).detach() for name, value in metrics.items()}
         sums[""] = loss.detach()
         if heads:
-            group = parallel_state.get_tensor_model_parallel_group()
-            extra = heads_loss(
-                heads, batch, lambda z, ids: token_logprobs(z, ids, temperature, vocab_size, group), counted
-            )
+            extra = heads_loss(heads, batch, partial(token_logprobs, **_softmax(temperature, models[0])), counted)
             sums["mtp_cross_entropy"] = extra.detach()
             loss = loss + config.mtp_loss_scaling_factor * extra
         no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)  # `finalize` divides by `tokens`
@@ -208,9 +257,10 @@ def train_step(
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         batch = next(batches)
         counted = not is_empty(batch)
-        batch = _to(batch if counted else _stand_in(batch), device)
-        output = _forward(model, batch, heads=has_heads(model))
-        return output, partial(loss_of, batch, counted, predictions(model))
+        layout = _lay_out(model, batch := _runnable(batch), device)
+        batch = _to(batch, device)
+        output = _forward(model, layout, batch.lengths_B if has_heads(model) else None)
+        return output, partial(loss_of, batch, layout, counted, predictions(model))
 
     def finalize(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
         finalize_model_grads(chunks, None, **kwargs)
@@ -218,33 +268,53 @@ def train_step(
             chunk.scale_gradients(1.0 / tokens)
 
     biases = [(router, router.expert_bias.clone()) for router in routers(models)]
-    config.finalize_model_grads_func = finalize
-    for chunk in models:
-        chunk.train()
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    sums = _run(models, batches, forward_step, train=True)
-    metrics = _over_ranks(sums)
-    loss = metrics.pop("", 0.0) / tokens
 
-    # Asked before the step: megatron-core would clip by a NaN norm and apply the result.
-    optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
+    @torch.no_grad()
+    def restore_biases() -> None:
+        for router, bias in biases:
+            router.expert_bias.copy_(bias)
+
+    config.finalize_model_grads_func = finalize
+    scale, overflows = loss_scale.of(parts(optimizer)), 0
+    while True:
+        for chunk in models:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        sums = _run(models, conform(models, batches), forward_step, train=True)
+        metrics = _over_ranks(sums)
+        loss = metrics.pop("", 0.0) / tokens
+
+        # Asked before the step: megatron-core would clip by a NaN norm and apply the result.
+        overflow = optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        if scale is None or not overflow or scale.at_minimum or not math.isfinite(loss):
+            break
+        # fp16: the scaled gradients left the type's range. The same batch again at half the scale, so that no
+        # batch is counted as trained without having been.
+        overflows += 1
+        scale.settle()
+        restore_biases()
     finite = math.isfinite(grad_norm)
     if has_heads(models[0]) and (heads_norm := heads_grad_norm(optimizer)) is not None:
         metrics[MAX + "mtp_grad_norm"] = heads_norm
         finite = finite and math.isfinite(heads_norm)
     if not finite:
-        with torch.no_grad():
-            for router, bias in biases:
-                router.expert_bias.copy_(bias)
+        restore_biases()
+        if scale is not None:
+            scale.settle()
         raise NonFiniteGradient(
             f"step {step}: the gradient norm is {grad_norm} (loss {loss}{_heads(metrics)}); the step was not applied. "
             f"Look for infinite logprobs or advantages in this batch, or lower the learning rate"
         )
     set_learning_rate(optimizer, lr)
     applied, _, _ = optimizer.step()
-    return StepResult(loss, grad_norm, float(tokens), lr, bool(applied), metrics)
+    if not applied:  # a batch must not pass for trained without having been
+        raise RuntimeError(f"step {step}: megatron-core's optimizer did not apply a finite gradient")
+    used = 1.0 if scale is None else scale.value
+    if scale is not None:
+        scale.settle()
+    return StepResult(loss, grad_norm, float(tokens), lr, bool(applied), metrics, used, overflows)
 
 
 def _heads(metrics: Mapping[str, float]) -> str:
@@ -254,33 +324,35 @@ def _heads(metrics: Mapping[str, float]) -> str:
 
 
 @torch.no_grad()
-def forward_logprobs(models: list[Any], batches: list[MicroBatch], temperature: float = 1.0) -> list[torch.Tensor]:
+def forward_logprobs(
+    models: list[Any], batches: list[MicroBatch], temperature: float = 1.0, packing: bool | None = None
+) -> list[torch.Tensor]:
     """Logprobs of the given tokens under the present weights, by the same path as training. Collective.
 
-    Returns one float32 [B, T] on the CPU per micro-batch (0 at the first position and in the padding; [B, T]
-    of zeros for an empty one), on every pipeline stage.
+    `packing` says how rows lie in the model's input; None is the recipe's way. Returns one float32 [B, T] on the CPU
+    per micro-batch (0 at the first position and in the padding; [B, T] of zeros for an empty one), on every rank.
 
     Raises:
         ValueError: the ranks disagree on the number of micro-batches.
     """
     _check_counts(batches)
     device = _device()
-    vocab_size = get_attr_wrapped_model(models[0], "true_vocab_size")
 
-    def keep(batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
-        return _logprobs(logits, batch, temperature, vocab_size).cpu()
+    def keep(layout: SequenceLayout, logits: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
+        return _logprobs(logits, layout, temperature, models[0])[0].cpu()
 
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
-        batch = next(batches)
-        batch = _to(_stand_in(batch) if is_empty(batch) else batch, device)
-        return _forward(model, batch), partial(keep, batch)
+        layout = _lay_out(model, _runnable(next(batches)), device, packing)
+        return _forward(model, layout), partial(keep, layout)
 
-    results = _run(models, batches, forward_step, train=False)
+    results = _run(models, conform(models, batches), forward_step, train=False)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         results = _from_last_stage(results)
     return [
-        torch.zeros(batch.ids_BT.shape, dtype=torch.float32) if is_empty(batch) else result
-        for batch, result in zip(batches, results, strict=True)
+        torch.zeros(batch.ids_BT.shape, dtype=torch.float32)
+        if is_empty(batch)
+        else result[: batch.ids_BT.shape[0], : batch.ids_BT.shape[1]]
+        for batch, result in zip(batches, results, strict=False)  # `conform` adds micro-batches at the end
     ]
 
 

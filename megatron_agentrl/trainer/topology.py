@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_agentrl.recipe.schema import Topology
+from megatron_agentrl.recipe.topology_rules import group_problems
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Rank:
     """Coordinates of one trainer process.
 
     Two views of the same world: world = tp * cp * dp * pp for the dense layers and
-    world = etp * ep * edp * pp for the experts. `dp` does not contain `cp`.
+    world = etp * ep * edp * pp for the experts. `dp` does not contain `cp`. The two layer counts fix the outer
+    pipeline stages; None splits evenly.
     """
 
     rank: int = 0
@@ -36,6 +38,8 @@ class Rank:
     pp: int = 0
     pp_size: int = 1
     vpp_size: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
     cp: int = 0
     cp_size: int = 1
     dp: int = 0
@@ -60,19 +64,8 @@ def check(topology: Topology) -> None:
     Raises:
         ValueError: naming the sizes that do not divide, before any process group is made.
     """
-    etp = topology.etp if topology.etp is not None else topology.tp
-    dense = topology.tp * topology.pp * topology.cp
-    expert = etp * topology.ep * topology.pp
-    for name, product in (("tp * pp * cp", dense), ("etp * ep * pp", expert)):
-        if topology.world % product:
-            raise ValueError(
-                f"topology.world={topology.world} is not a multiple of {name}={product}; "
-                f"change topology.world or the parallel sizes"
-            )
-    if topology.vpp > 1 and topology.pp == 1:
-        raise ValueError(f"topology.vpp={topology.vpp} needs topology.pp > 1")
-    if topology.sequence_parallel and topology.tp == 1:
-        raise ValueError("topology.sequence_parallel needs topology.tp > 1; set it to false")
+    if problems := list(group_problems(topology)):
+        raise ValueError("; ".join(problems))
 
 
 def init(topology: Topology, seed: int, timeout: float = 300.0) -> Rank:
@@ -118,7 +111,7 @@ def init(topology: Topology, seed: int, timeout: float = 300.0) -> Rank:
         distributed_timeout_minutes=max(1, round(timeout / 60)),
     )
     seed_everything(seed)
-    return current(device, vpp_size=topology.vpp)
+    return current(device, topology.vpp, topology.first_stage_layers, topology.last_stage_layers)
 
 
 def seed_everything(seed: int) -> None:
@@ -129,8 +122,13 @@ def seed_everything(seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def current(device: str = "cpu", vpp_size: int = 1) -> Rank:
-    """The coordinates of this process in megatron-core's present parallel state."""
+def current(
+    device: str = "cpu",
+    vpp_size: int = 1,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+) -> Rank:
+    """The coordinates of this process in megatron-core's present parallel state, which knows nothing of layers."""
     ps = parallel_state
     return Rank(
         rank=dist.get_rank(),
@@ -140,6 +138,8 @@ def current(device: str = "cpu", vpp_size: int = 1) -> Rank:
         pp=ps.get_pipeline_model_parallel_rank(),
         pp_size=ps.get_pipeline_model_parallel_world_size(),
         vpp_size=vpp_size,
+        first_stage_layers=first_stage_layers,
+        last_stage_layers=last_stage_layers,
         cp=ps.get_context_parallel_rank(),
         cp_size=ps.get_context_parallel_world_size(),
         dp=ps.get_data_parallel_rank(),

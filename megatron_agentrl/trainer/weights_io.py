@@ -34,7 +34,8 @@ from megatron_agentrl.layout.megatron import (
     parameter_layouts,
     split_layers,
 )
-from megatron_agentrl.trainer.hf_folder import INDEX, SINGLE, Checkpoint, WeightsError, write_folder
+from megatron_agentrl.trainer.hf_folder import Checkpoint, write_folder
+from megatron_agentrl.trainer.hf_headers import INDEX, SINGLE, WeightsError, differences, left_aside, some
 
 if TYPE_CHECKING:  # it brings megatron-core, which files and layouts do without
     from megatron_agentrl.trainer.topology import Rank
@@ -44,7 +45,8 @@ log = logging.getLogger(__name__)
 
 def grid_of(hf_config: Mapping[str, Any], rank: Rank) -> Grid:
     """The whole topology that `rank` belongs to, with the model's layers dealt to its pipeline stages."""
-    stages = split_layers(len(layer_pattern(hf_config)), rank.pp_size * rank.vpp_size)
+    layers, stage_count = len(layer_pattern(hf_config)), rank.pp_size * rank.vpp_size
+    stages = split_layers(layers, stage_count, rank.first_stage_layers, rank.last_stage_layers)
     return Grid(
         world=rank.world,
         stages=stages,
@@ -118,13 +120,19 @@ def _matched(
         elif tuple(held[chunk, name].shape) != layout.shape:
             problems.append(f"parameter {name} has shape {tuple(held[chunk, name].shape)}, its layout {layout.shape}")
     if problems:
-        raise WeightsError(f"model and layout disagree: {_some(problems)}")
+        raise WeightsError(f"model and layout disagree: {some(problems)}")
     return [(layout, held[key]) for key, layout in expected.items()]
 
 
-def _some(problems: Sequence[str], limit: int = 10) -> str:
-    rest = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
-    return "; ".join(problems[:limit]) + rest
+def placed(
+    model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], rank: Rank
+) -> list[tuple[ParameterLayout, torch.Tensor]]:
+    """Every parameter and persistent buffer of this rank's model chunks, each with its layout.
+
+    Raises:
+        WeightsError: the model does not have the parameters that its config and coordinates imply.
+    """
+    return _matched(model, parameter_layouts(hf_config, coordinates_of(hf_config, rank), _variant_of(model)))
 
 
 @torch.no_grad()
@@ -151,7 +159,7 @@ def load_hf(model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], fold
     pairs = _matched(model, layouts)
     table = architecture(hf_config)
     with Checkpoint(Path(folder), dict(table.ALIASES)) as checkpoint:
-        _check_checkpoint(checkpoint, hf_config, [*table.IGNORED, *heads_names(hf_config)], variant.heads)
+        _check_checkpoint(checkpoint, hf_config, layouts, variant.heads)
         lowered: list[str] = []
         for layout, parameter in pairs:
             if layout.dtype_rule is DtypeRule.fp32 and parameter.dtype != torch.float32:
@@ -174,23 +182,32 @@ def fill(parameter: torch.Tensor, layout: ParameterLayout, checkpoint: Checkpoin
 
 
 def _check_checkpoint(
-    checkpoint: Checkpoint, hf_config: Mapping[str, Any], ignored: Sequence[str], heads: bool = False
+    checkpoint: Checkpoint, hf_config: Mapping[str, Any], layouts: Sequence[ParameterLayout], heads: bool
 ) -> None:
-    """The folder holds each expected tensor in its shape and nothing unknown."""
-    expected = hf_tensors(hf_config, heads)
+    """The folder holds each expected tensor in its shape and nothing unknown; a tied head agrees with the embedding."""
     shapes = checkpoint.shapes()
-    problems = [f"missing {name} {shape}" for name, shape in expected.items() if name not in shapes]
-    for name, shape in shapes.items():
-        if name in expected and shape != expected[name]:
-            problems.append(f"{name} has shape {shape}, config.json implies {expected[name]}")
-    left = [name for name in shapes if name not in expected]
-    tied = ["lm_head.weight"] if hf_config.get("tie_word_embeddings") else []
-    unknown = [name for name in left if name not in tied and not any(re.fullmatch(rule, name) for rule in ignored)]
-    problems += [f"unexpected {name} {shapes[name]}" for name in unknown]
-    if problems:
-        raise WeightsError(f"{checkpoint.folder}: {_some(problems)}")
-    if left:
+    if problems := differences(hf_config, shapes, heads):
+        raise WeightsError(
+            f"{checkpoint.folder}: the weights are not the model of config.json: {some(problems)}; "
+            "put the two files of one model there"
+        )
+    if left := left_aside(hf_config, shapes, heads):
         log.info("%s: %d tensors without a parameter are left aside, e.g. %s", checkpoint.folder, len(left), left[0])
+    if "lm_head.weight" in left:
+        _check_tied(checkpoint, layouts)
+
+
+def _check_tied(checkpoint: Checkpoint, layouts: Sequence[ParameterLayout]) -> None:
+    """Of the rows that this rank holds."""
+    for layout in layouts:
+        for box in layout.boxes if layout.name == "embedding.word_embeddings.weight" else ():
+            if not checkpoint.read(box.tensor, box.r0, box.r1, box.c0, box.c1).equal(
+                checkpoint.read("lm_head.weight", box.r0, box.r1, box.c0, box.c1)
+            ):
+                raise WeightsError(
+                    f"{checkpoint.folder}: config.json has tie_word_embeddings=true, but lm_head.weight differs from "
+                    f"{box.tensor} in rows {box.r0} to {box.r1 - 1}; set tie_word_embeddings to false there"
+                )
 
 
 @torch.no_grad()
@@ -257,11 +274,17 @@ def _receive(
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises WeightsError where there is none."""
+    """config.json of a Hugging Face folder. Raises WeightsError where there is none, or no JSON object."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise WeightsError(f"{path} is missing; model.path must be a Hugging Face folder")
-    return json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise WeightsError(f"{path} is not valid JSON ({error}); save the model's config again") from error
+    if not isinstance(config, dict):
+        raise WeightsError(f"{path}: found a {type(config).__name__}, expected a JSON object")
+    return config
 
 
 def save_hf(

@@ -51,7 +51,9 @@ def decode(payload: bytes) -> Trajectory:
 def check(trajectory: Trajectory) -> None:
     """Refuses a trajectory whose columns cannot be trained on as they stand. Raises CodecError."""
     if trajectory.status not in STATUSES:
-        raise CodecError(f"{trajectory.rollout_id}: status {trajectory.status!r}; expected one of {', '.join(STATUSES)}")
+        raise CodecError(
+            f"{trajectory.rollout_id}: status {trajectory.status!r}; expected one of {', '.join(STATUSES)}"
+        )
     for number, segment in enumerate(trajectory.segments):
         _check_segment(f"{trajectory.rollout_id}: segment {number}", segment)
 
@@ -60,17 +62,25 @@ def _check_segment(name: str, segment: Segment) -> None:
     length = len(segment.token_ids)
     columns = (len(segment.loss_mask), len(segment.logprobs), len(segment.versions))
     if columns != (length,) * 3:
-        raise CodecError(f"{name}: {length} ids, but loss_mask, logprobs and versions hold {columns}; expected equal lengths")
+        raise CodecError(
+            f"{name}: {length} ids, but loss_mask, logprobs and versions hold {columns}; expected equal lengths"
+        )
     if len(segment.turns) != len(segment.finish_reasons):
-        raise CodecError(f"{name}: {len(segment.turns)} turns and {len(segment.finish_reasons)} finish reasons; expected as many")
+        raise CodecError(
+            f"{name}: {len(segment.turns)} turns and {len(segment.finish_reasons)} finish reasons; expected as many"
+        )
     sampled = 0
     end = 0
     for start, stop in segment.turns:
         if not end <= start < stop <= length or 0 in segment.loss_mask[start:stop]:
-            raise CodecError(f"{name}: turn [{start}, {stop}) is not a run of sampled tokens after {end} and within {length}")
+            raise CodecError(
+                f"{name}: turn [{start}, {stop}) is not a run of sampled tokens after {end} and within {length}"
+            )
         sampled += stop - start
         end = stop
     masked = length - segment.loss_mask.count(0)
     stamped = length - segment.versions.count(NOT_SAMPLED)
     if not sampled == masked == stamped:
-        raise CodecError(f"{name}: turns hold {sampled} tokens, the loss mask {masked}, version stamps {stamped}; expected equal")
+        raise CodecError(
+            f"{name}: turns hold {sampled} tokens, the loss mask {masked}, version stamps {stamped}; expected equal"
+        )

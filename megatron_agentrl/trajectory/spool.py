@@ -94,7 +94,9 @@ class SpoolWriter:
         written = os.write(self._fd, record)
         if written != len(record):
             os.ftruncate(self._fd, self._end)
-            raise SpoolError(f"{self._file}: {written} of {len(record)} bytes written at {self._end}; is the disk full?")
+            raise SpoolError(
+                f"{self._file}: {written} of {len(record)} bytes written at {self._end}; is the disk full?"
+            )
         where = Where(file=self._file, offset=self._end + HEADER_BYTES, length=len(payload), crc32=crc)
         self._end += len(record)
         return where
@@ -122,16 +124,25 @@ class SpoolReader:
         """The payload at `where`, proven by the CRC of the receipt."""
         payload = os.pread(self._descriptor(where.file), where.length, where.offset)
         if len(payload) != where.length:
-            raise SpoolCorrupt(f"{where.file} at offset {where.offset}: {len(payload)} bytes found, {where.length} expected")
+            raise SpoolCorrupt(
+                f"{where.file} at offset {where.offset}: {len(payload)} bytes found, {where.length} expected"
+            )
         if (crc := zlib.crc32(payload)) != where.crc32:
-            raise SpoolCorrupt(f"{where.file} at offset {where.offset}: CRC-32 {crc:08x} found, {where.crc32:08x} expected")
+            raise SpoolCorrupt(
+                f"{where.file} at offset {where.offset}: CRC-32 {crc:08x} found, {where.crc32:08x} expected"
+            )
         return payload
 
     def _descriptor(self, file: str) -> int:
         if file not in self._fds:
             if not re.fullmatch(FOLDER + r"/[A-Za-z0-9_-]+\.spool", file):
                 raise SpoolError(f"{file!r} is not a spool file name (expected {FOLDER}/NAME-NUMBER.spool)")
-            self._fds[file] = os.open(self._run_dir / file, os.O_RDONLY)
+            try:
+                self._fds[file] = os.open(self._run_dir / file, os.O_RDONLY)
+            except OSError as error:
+                raise SpoolError(
+                    f"{self._run_dir / file} cannot be read ({error.strerror}); was the spool moved?"
+                ) from error
         return self._fds[file]
 
     def close(self) -> None:

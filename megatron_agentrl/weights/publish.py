@@ -13,6 +13,7 @@ does not touch the others. Everything happens under one deadline.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -156,10 +157,11 @@ class Publisher:
         pool: ThreadPoolExecutor,
     ) -> None:
         begin = time.monotonic()
+        patience = begin + (deadline - begin) / 2  # one that does not join must leave the others time for the rest
 
         def join(engine: Engine) -> None:
             with _phase(outcomes[engine.name], "stage", deadline):
-                self._join(engine, version, manifest, deadline)
+                self._join(engine, version, manifest, patience, deadline)
 
         list(pool.map(join, self.engines.values()))
         joined = {name: self._channels[name] for name, o in outcomes.items() if o.error is None}
@@ -180,15 +182,15 @@ class Publisher:
                 if not all(intact for intact, _ in answers[name]):
                     raise EngineError(name, "incomplete", self._ask(name))
 
-    def _join(self, engine: Engine, version: int, manifest: Manifest, deadline: float) -> None:
-        """Tells the engine to receive, over the channel there is or a new one."""
+    def _join(self, engine: Engine, version: int, manifest: Manifest, patience: float, deadline: float) -> None:
+        """Tells the engine to receive, over the channel there is or a new one; waits for it until `patience`."""
         rendezvous: Rendezvous | None = None
         if engine.name not in self._channels:
             rendezvous = self._transport.invite(engine.name, 1 + engine.workers)
         try:
-            engine.begin_staging(version, manifest, rendezvous, deadline - time.monotonic(), deadline)
+            engine.begin_staging(version, manifest, rendezvous, deadline - time.monotonic(), patience)
             if rendezvous is not None:
-                self._channels[engine.name] = self._transport.open(rendezvous, 0, deadline)
+                self._channels[engine.name] = self._transport.open(rendezvous, 0, patience)
         except TransportError as error:
             raise EngineError(engine.name, "unreachable", str(error)) from error
         except EngineError:
@@ -288,11 +290,11 @@ class _phase:
 
 
 def largest_gap(expected: Sequence[Sequence[float]], scored: Sequence[Sequence[float]]) -> tuple[float, str]:
-    """Largest |expected − scored| and its place. A NaN on either side counts as infinite."""
+    """Largest |expected − scored| and its place. A logprob that is not finite, on either side, gives an infinite gap."""
     worst, where = 0.0, "no token"
     for s, (row, found) in enumerate(zip(expected, scored, strict=True)):
         for t, (a, b) in enumerate(zip(row, found, strict=True), start=1):
-            gap = abs(a - b) if a == a and b == b else float("inf")
+            gap = abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf
             if gap > worst or where == "no token":
                 worst, where = gap, f"sequence {s}, position {t}"
     return worst, where

@@ -16,6 +16,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+#: How often gloo tries to connect to a peer, each time for as long as its timeout says.
+_CONNECT_ATTEMPTS = 5
+
 
 class TransportError(RuntimeError):
     """The other side is gone, or did not do its part before the deadline. The channel is unusable."""
@@ -85,24 +88,27 @@ class GlooTransport:
         return Rendezvous(self.host, self._store.port, f"weights/{name}/{self._generation}", size)
 
     def open(self, rendezvous: Rendezvous, rank: int, deadline: float) -> Channel:
-        return GlooChannel(rendezvous, rank, deadline, store=self._store)
+        return GlooChannel(rendezvous, rank, deadline)
 
 
 class GlooChannel:
     """A ProcessGroupGloo of one replica and the trainer, outside torch.distributed's registry."""
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, deadline: float, store: dist.Store | None = None) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, deadline: float) -> None:
         self.rank = rank
         self.size = rendezvous.size
-        timeout = _remaining(deadline, "the rendezvous")
         try:
-            if store is None:
-                store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
+            # A client of its own: torch's store client is locked while it waits, so that on a shared one a replica
+            # that is late would hold up all others.
+            client = dist.TCPStore(
+                rendezvous.host, rendezvous.port, is_master=False, timeout=_remaining(deadline, "the rendezvous")
+            )
+            store = dist.PrefixStore(rendezvous.prefix, client)
+            _meet(store, rank, rendezvous.size, deadline)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timeout
+            options._timeout = _remaining(deadline, "connecting") / _CONNECT_ATTEMPTS
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=_local_address(rendezvous))]
-            prefixed = dist.PrefixStore(rendezvous.prefix, store)
-            self._group: Any = dist.ProcessGroupGloo(prefixed, rank, rendezvous.size, options)
+            self._group: Any = dist.ProcessGroupGloo(store, rank, rendezvous.size, options)
         except (RuntimeError, OSError) as error:  # torch raises DistError, a RuntimeError
             raise TransportError(f"rendezvous at {rendezvous.host}:{rendezvous.port} failed: {error}") from error
 
@@ -141,6 +147,17 @@ class _GlooPending:
             self._work.wait(_remaining(deadline, "a transfer"))
         except RuntimeError as error:
             raise TransportError(str(error).splitlines()[0]) from error
+
+
+def _meet(store: dist.Store, rank: int, size: int, deadline: float) -> None:
+    """Returns when every member is here; connecting to one that never comes would outlast the deadline."""
+    here = {member: f"here/{member}" for member in range(size)}
+    store.set(here[rank], "")
+    try:
+        store.wait(list(here.values()), _remaining(deadline, "the rendezvous"))
+    except RuntimeError as error:
+        absent = [member for member, key in here.items() if not store.check([key])]
+        raise TransportError(f"rank {', '.join(map(str, absent))} of {size} did not come in time") from error
 
 
 def _remaining(deadline: float, what: str) -> timedelta:

@@ -108,6 +108,7 @@ def test_an_episode_ends_at_the_turn_limit_and_at_a_cut_reply(lines, finish, tur
     [
         ("my_agents", "expected module:Class"),
         (":X", "expected module:Class"),
+        (".my_agents:X", "expected module:Class"),
         ("no_such_module_here:X", "no module 'no_such_module_here'; it must be installed or lie under"),
         ("my_agents:Missing", "my_agents has no Missing; it defines Good, Lazy, Needy"),
         ("my_agents:value", "is no class but int"),

@@ -2,14 +2,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import approx
 
 from megatron_agentrl.algorithm.corrections import CORRECTIONS, importance_weights
 from megatron_agentrl.algorithm.kl import Estimator, kl
 from megatron_agentrl.algorithm.losses import MAX_LOG_RATIO, cross_entropy, ppo_clip
-from megatron_agentrl.algorithm.reduce import Reduction, partial_sums
 from megatron_agentrl.recipe.schema import Correction
 
 tensor = torch.tensor
@@ -124,6 +123,7 @@ def test_kl_estimators_of_pi_against_the_reference(kind, at_plus, at_minus):
 
 
 @given(st.lists(st.floats(-30, 0), min_size=2, max_size=6))
+@settings(deadline=None)
 def test_k3_is_never_negative_and_its_expectation_is_the_kl(logits):
     pi = torch.tensor(logits, dtype=torch.float64).log_softmax(0)
     reference = torch.linspace(-1, 1, len(logits), dtype=torch.float64).log_softmax(0)
@@ -133,54 +133,3 @@ def test_k3_is_never_negative_and_its_expectation_is_the_kl(logits):
     assert (k3 >= 0).all()
     if float((pi - reference).min()) > -20:  # inside the clamp
         assert float((pi.exp() * k3).sum()) == approx(divergence, abs=1e-9)
-
-
-# Reduction
-
-
-def test_reductions_do_not_depend_on_the_rank_that_held_the_rows():
-    first = tensor([[1.0, 2.0, 3.0]]), tensor([[1, 1, 1]])
-    second = tensor([[10.0, 99.0, 99.0]]), tensor([[1, 0, 0]])
-    expected = {"token_mean": 4.0, "sequence_mean_token_mean": 6.0, "sequence_mean_token_sum": 8.0}
-    for kind in Reduction:
-        parts = [partial_sums(kind, *part) for part in (first, second)]
-        assert float(sum(p[0] for p in parts) / sum(p[1] for p in parts)) == expected[kind.value]
-        numerator, denominator = partial_sums(kind, torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]]))
-        assert float(numerator / denominator) == expected[kind.value]
-
-
-def test_token_mean_of_unequal_micro_batches_is_thirteen_tenths():
-    theta = tensor(1.0, requires_grad=True)
-    parts = []
-    for costs in ([[1, 1, 1]], [[2]], [[4, 4]], [[0, 0, 0, 0]]):
-        losses = tensor(costs, dtype=torch.float32) * theta
-        parts.append(partial_sums(Reduction.token_mean, losses, torch.ones_like(losses)))
-    loss = sum(p[0] for p in parts) / sum(p[1] for p in parts)
-    loss.backward()
-    assert float(loss) == approx(1.3) and float(theta.grad) == approx(1.3)
-    by_row = [
-        partial_sums(Reduction.sequence_mean_token_mean, tensor([c]), torch.ones(1, len(c)))
-        for c in ([1.0, 1.0, 1.0], [2.0], [4.0, 4.0], [0.0] * 4)
-    ]
-    assert float(sum(p[0] for p in by_row) / sum(p[1] for p in by_row)) == 1.75
-
-
-def test_rows_without_a_trained_token_and_values_under_the_mask_count_for_nothing():
-    losses, mask = tensor([[1.0, NAN], [NAN, INF]]), tensor([[1, 0], [0, 0]])
-    for kind in Reduction:
-        assert [float(x) for x in partial_sums(kind, losses, mask)] == [1.0, 1.0]
-
-
-rows = st.lists(st.lists(st.tuples(st.integers(-9, 9), st.booleans()), min_size=3, max_size=3), min_size=1, max_size=8)
-
-
-@pytest.mark.parametrize("kind", list(Reduction))
-@given(rows=rows, data=st.data())
-def test_any_partition_of_the_rows_gives_the_same_sums(kind, rows, data):
-    losses = tensor([[float(loss) for loss, _ in row] for row in rows], dtype=torch.float64)
-    mask = tensor([[kept for _, kept in row] for row in rows])
-    whole = partial_sums(kind, losses, mask)
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(rows)), max_size=3)) - {len(rows)})
-    parts = [partial_sums(kind, a, b) for a, b in zip(losses.tensor_split(cuts), mask.tensor_split(cuts), strict=True)]
-    for index in (0, 1):
-        assert float(sum(part[index] for part in parts)) == approx(float(whole[index]), abs=1e-9)

@@ -8,38 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from quickstart_shape import CONFIG, write_model
 
 from megatron_agentrl.app.roles import roles
 from megatron_agentrl.launch.endpoints import choose
+from megatron_agentrl.recipe.load import load, save
 from megatron_agentrl.recipe.schema import Recipe
 
 REPOSITORY = Path(__file__).parents[2]
-CONFIG = {
-    "model_type": "nemotron_h",
-    "vocab_size": 272,
-    "hidden_size": 128,
-    "num_hidden_layers": 6,
-    "hybrid_override_pattern": "M*EM*E",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 32,
-    "n_groups": 2,
-    "ssm_state_size": 32,
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 64,
-    "moe_shared_expert_intermediate_size": 128,
-}
 DEMONSTRATION = {"messages": [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    write_model(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?", "answer": "3"}\n')
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "2+2=?", "answer": "4"}\n')
     with gzip.open(tmp_path / "demonstrations.jsonl.gz", "wt") as file:
@@ -139,6 +121,44 @@ def test_the_table_of_keys_and_the_resolved_values(folder):
     assert "data.prompts=train.jsonl  (str or null)" in resolved.stdout
 
 
+@pytest.mark.parametrize("cls", ["Tried", "Imported", "Annotated"])
+def test_an_agent_that_is_defined_under_a_condition_is_found(folder, cls):
+    (folder / "my_agent.py").write_text(
+        "try:\n    from nowhere import Tried\nexcept ImportError:\n    class Tried: ...\n"
+        "if True:\n    from pathlib import Path as Imported\nAnnotated: type = int\n"
+    )
+    assert command(folder, "check", "recipe=good", f"agent.cls=my_agent:{cls}").returncode == 0
+
+
+def test_an_agent_in_a_package_that_cannot_be_imported_is_one_line(folder):
+    (folder / "broken").mkdir()
+    (folder / "broken" / "__init__.py").write_text("raise RuntimeError('no key in the environment')\n")
+    (folder / "broken" / "agent.py").write_text("class A: ...\n")
+    done = command(folder, "check", "recipe=good", "agent.cls=broken.agent:A")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: agent.cls=broken.agent:A: importing the package of broken.agent fails: RuntimeError: no key in the "
+        "environment\n"
+    )
+
+
+def test_a_config_with_a_null_size_is_one_line(folder):
+    (folder / "model" / "config.json").write_text(json.dumps({**CONFIG, "n_groups": None}))
+    done = command(folder, "check", "recipe=good")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "model/config.json: n_groups is missing" in done.stderr
+
+
+def test_an_export_takes_the_runs_own_recipe_or_says_what_differs(folder):
+    run = folder / "runs" / "good"
+    (run / "checkpoints" / "step_3").mkdir(parents=True)
+    save(load(["recipe=good"], folder / "recipes"), run / "recipe.yaml")
+    done = command(folder, "export", "recipe=good", "seed=5")
+    assert done.returncode == 2
+    assert "was trained with another recipe (seed: 0 -> 5)" in done.stderr
+    assert "recipe=runs/good/recipe.yaml" in done.stderr
+
+
 def test_export_without_a_checkpoint_is_refused(folder):
     done = command(folder, "export", "recipe=good")
     assert done.returncode == 2
@@ -174,5 +194,17 @@ def test_the_roles_of_each_mode():
     assert [role.name for role in by_mode["eval"]] == [*servers, "evaluate-0"]
     assert [role.name for role in by_mode["train"] if role.decides] == ["trainer-0", "trainer-1"]
     trainer = by_mode["train"][-1]
-    assert " ".join(trainer.argv[1:]) == "-m megatron_agentrl.app.trainer --run runs/x --index 1 --mode train"
+    assert (
+        " ".join(trainer.argv[1:])
+        == f"-m megatron_agentrl.app.trainer --run {Path.cwd()}/runs/x --index 1 --mode train"
+    )
     assert by_mode["train"][1].health_url == endpoints.engines[0]
+
+
+def test_the_runs_own_traffic_goes_through_no_proxy_by_either_name(monkeypatch):
+    monkeypatch.setenv("no_proxy", "a.example")
+    monkeypatch.setenv("NO_PROXY", "b.example")
+    recipe = Recipe(run_name="x")
+    recipe.ports.host = "10.0.0.1"
+    for role in roles(recipe, Path("runs/x"), choose("127.0.0.1", 1), "train"):
+        assert role.env["no_proxy"] == role.env["NO_PROXY"] == "a.example,b.example,127.0.0.1,localhost,10.0.0.1"

@@ -182,7 +182,29 @@ def test_any_order_of_marks_parses_as_in_transformers(pieces):
 @settings(max_examples=200, deadline=None)
 def test_no_sampled_text_is_an_error(text):
     reply = ReplyParser(TOKENIZER, HERMES).parse("<|im_start|>assistant\n", text, TOKENIZER.encode(text))
-    json.dumps(reply.wire(), ensure_ascii=False, allow_nan=False).encode()
+    sent = json.dumps(reply.wire(), ensure_ascii=False, allow_nan=False).encode()
+    assert json.loads(sent) == reply.wire()
+    assert reply.parse_failure is None or reply.content == text
+
+
+def test_marks_of_no_width_close_an_empty_region_and_do_not_turn_in_a_circle():
+    fields = {"r": {"open": "<t>", "close_pattern": "(?=<c>)"}, "c": {"open": "<c>", "close": "</c>"}, "x": {}}
+    assert ResponseTemplate({"start_anchor": "A", "fields": fields}).parse("A", "<t><c>1</c>q")[0] == {"c": "1", "x": "q"}
+    circle = {"r": {"open_pattern": "(?=<)", "close_pattern": "(?=<)"}, "x": {}}
+    assert ResponseTemplate({"start_anchor": "A", "fields": circle}).parse("A", "ab<c>")[0] == {"x": "ab"}
+
+
+def test_a_value_that_its_pattern_leaves_out_is_empty():
+    arguments = {"tag_pattern": "<(?P<key>\\w+)(=(?P<value>\\w+))?>"}
+    fields = {"c": {"open": "[", "close": "]", "content": "xml-inline", "content_args": arguments}}
+    assert ResponseTemplate({"start_anchor": "A", "fields": fields}).parse("A", "[<a=1><b>]")[0] == {"c": {"a": "1", "b": ""}}
+
+
+def test_a_tool_schema_that_is_none_casts_nothing():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": 5, "anyOf": 3}}}}}
+    text = '<tool_call>{"name": "f", "arguments": {"n": "1"}}</tool_call>'
+    reply = ReplyParser(TOKENIZER, HERMES).parse("", text, TOKENIZER.encode(text), [tool])
+    assert [call.arguments for call in reply.tool_calls] == ['{"n": "1"}']
 
 
 @pytest.mark.parametrize(
@@ -192,6 +214,7 @@ def test_calls_that_cannot_go_over_the_wire_are_failures(call):
     text = f"<tool_call>{call}</tool_call>"
     reply = ReplyParser(TOKENIZER, HERMES).parse("", text, TOKENIZER.encode(text))
     assert reply.parse_failure and reply.content == text
+    assert "ud800" not in call or "surrogates not allowed" in reply.parse_failure
 
 
 @pytest.mark.parametrize(
@@ -203,6 +226,14 @@ def test_calls_that_cannot_go_over_the_wire_are_failures(call):
         ({"fields": {"a": {}}}, "needs start_anchor"),
         ({"start_anchor": "x", "fields": {"a": {"content": "yaml"}}}, "content parser 'yaml'"),
         ({"start_anchor": "x", "fields": {"a": {"open_pattern": "("}}}, "no regular expression"),
+        ({"start_anchor": "x", "fields": ["a"]}, "fields: list found"),
+        ({"start_anchor": "x", "fields": {"a": {}}, "defaults": 3}, "defaults: int found"),
+        ({"start_anchor": "x", "fields": {"a": {"open": 3}}}, "open must be text"),
+        ({"start_anchor": "x", "fields": {"a": {"open_pattern": 3}}}, "no regular expression"),
+        ({"start_anchor": "x", "fields": {"a": {"content": "xml-inline"}}}, "tag_pattern None is no regular"),
+        ({"start_anchor": "x", "fields": {"a": {"content": "xml-inline", "content_args": {"tag_pattern": "a"}}}}, "no group named key"),
+        ({"start_anchor": "x", "fields": {"a": {"content": "kv-lines", "content_args": {"kv_sep": ""}}}}, "kv_sep is empty"),
+        ({"start_anchor": "x", "fields": {"a": {"content": "kv-lines", "content_args": {"value_parser": {"name": "z"}}}}}, "content parser 'z'"),
         ({"version": 2, "start_anchor": "x", "fields": {"a": {}}}, "version 2 found, 1 expected"),
     ],
 )

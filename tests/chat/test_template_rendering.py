@@ -47,6 +47,11 @@ def test_an_endless_template_is_stopped(source):
     assert time.monotonic() - started < 5
 
 
+def test_a_pause_of_the_machine_does_not_count_against_the_template():
+    source = "{% for m in messages %}{{ pause() or m.content }}{% endfor %}"
+    assert ChatTemplate(source, limit=0.2).render([{"content": "a"}, {"content": "b"}], pause=lambda: time.sleep(0.25)) == "ab"
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -14,6 +14,7 @@ from megatron_agentrl.coordinator.batch_plan import (
     staleness,
     trainable_tokens,
 )
+from megatron_agentrl.data.packing import Multiples
 
 
 def group(order: int, *receipts) -> Candidate:
@@ -28,8 +29,10 @@ def named(plan: Plan) -> list[tuple[str, int]]:
     return sorted((row.receipt.task_id, row.receipt.sample) for row in rows(plan))
 
 
-def padded(micro_batch) -> int:
+def padded(micro_batch, packing: Multiples | None = None) -> int:
     lengths = [length for row in micro_batch for length in row.receipt.lengths]
+    if packing is not None:
+        return packing.positions(lengths)
     return len(lengths) * max(lengths, default=0)
 
 
@@ -116,6 +119,21 @@ def test_padding_is_the_empty_share_of_the_padded_tokens():
     assert plan.padding == pytest.approx(20 / 60)
 
 
+def test_packed_rows_share_a_micro_batch_by_what_they_hold():
+    lengths = [[33], [17], [9, 9], [25]]  # 32, 16, 8 + 8 and 24 input positions
+    made = [receipt("t000000", i, reward=float(i), lengths=held) for i, held in enumerate(lengths)]
+    padded, packed = (
+        plan_batch([group(0, *made)], 0, 0, Shape(1, 48, packing=packing)) for packing in (None, Multiples())
+    )
+    assert [[row.member for row in part] for part in padded.ranks[0]] == [[0], [3], [2], [1]]
+    assert [[row.member for row in part] for part in packed.ranks[0]] == [[0, 1], [3, 2]]
+    assert packed.padding == 0.0
+    cut = plan_batch(
+        [group(0, receipt("t000000", 0, lengths=[6, 3]))], 0, 0, Shape(1, 48, packing=Multiples(4, 8)), True
+    )
+    assert cut.padding == pytest.approx(9 / 16)  # 5 and 2 positions in 8 and 4, and 16 in all
+
+
 def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages():
     made = [receipt("t000000", i, reward=float(i), lengths=[60]) for i in range(3)]
     plan = plan_batch([group(0, *made)], 0, 0, Shape(1, 64, multiple=2))
@@ -153,9 +171,10 @@ _receipts = st.lists(
     bound=st.integers(40, 200),
     multiple=st.integers(1, 3),
     keep_equal=st.booleans(),
+    packing=st.sampled_from([None, Multiples(), Multiples(4, 8)]),
     data=st.data(),
 )
-def test_laws_of_a_plan(groups, ranks, bound, multiple, keep_equal, data):
+def test_laws_of_a_plan(groups, ranks, bound, multiple, keep_equal, packing, data):
     made = [
         group(
             order,
@@ -166,7 +185,7 @@ def test_laws_of_a_plan(groups, ranks, bound, multiple, keep_equal, data):
         )
         for order, members in enumerate(groups)
     ]
-    shape = Shape(ranks, bound, multiple)
+    shape = Shape(ranks, bound, multiple, packing)
     plan = plan_batch(made, 4, 2, shape, keep_equal)
 
     wanted = sorted(
@@ -180,7 +199,7 @@ def test_laws_of_a_plan(groups, ranks, bound, multiple, keep_equal, data):
     assert len(plan.ranks) == ranks
     assert len({len(rank) for rank in plan.ranks}) == 1  # the same number of micro-batches on each rank
     assert len(plan.ranks[0]) % multiple == 0
-    assert all(len(mb) <= 1 or padded(mb) <= bound for rank in plan.ranks for mb in rank)
+    assert all(len(mb) <= 1 or padded(mb, packing) <= bound for rank in plan.ranks for mb in rank)
     assert all(plan.groups[row.group].rewards[row.member] == row.receipt.reward for row in rows(plan))
     assert plan.tokens == sum(trainable_tokens(r.sampled, 4, 2) for g in made for r in g.receipts)
     assert 0.0 <= plan.padding < 1.0

@@ -140,6 +140,20 @@ def test_every_prompt_failing_ends_the_run_with_the_engines_message(tmp_path):
     assert "engine_error: context too long" in message
 
 
+def test_an_evaluation_ends_although_training_has_failed(tmp_path):
+    async def run(run: Run):
+        run.outcome = lambda prompt, sample: "ok" if prompt.startswith("h") else "engine_error"
+        run.work_for_ever()
+        assert (await run.step(0))[0] == "failed"
+        eval_id = (await run.post("/evals", {"tag": "during", "version": 0}))["eval_id"]
+        while not (status := (await run.http.get(f"/evals/{eval_id}", params={"wait": 1})).json())["done"]:
+            pass
+        return status
+
+    status = serve(run, tmp_path, recipe(), prompts(6, held_out=2))
+    assert (status["finished"], status["size"]) == (2, 2)
+
+
 def test_a_stream_in_which_everything_failed_is_a_failure_not_an_end(tmp_path):
     async def run(run: Run):
         run.outcome = lambda prompt, sample: "engine_error"
@@ -274,6 +288,7 @@ def test_an_eval_goes_before_training_and_failures_are_not_zeros(tmp_path):
         ("POST", "/versions", {"engine": "e", "version": 0, "state": "great"}, 400, "great"),
         ("GET", "/batch?step=7", None, 409, "step 7 has no plan and the next one to be planned is 0"),
         ("GET", "/batch", None, 400, "step is missing"),
+        ("GET", "/batch?step=0&wait=nan", None, 400, "wait='nan' is not a number"),
         ("GET", "/evals/e9", None, 404, "there is no eval e9"),
         ("POST", "/evals", {"tag": "before", "version": 0}, 409, "no held-out prompts"),
         ("POST", "/checkpoints", {"step": 0, "folder": "nowhere"}, 409, "nowhere is not a folder"),

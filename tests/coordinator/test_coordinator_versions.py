@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from coordinator_fakes import answer_all, prompts, receipt, recipe, start
+from coordinator_fakes import answer_all, plan_of, prompts, receipt, recipe, start
 
 from megatron_agentrl.coordinator.versions import Versions
 
@@ -61,3 +61,23 @@ def test_receipts_of_a_failed_version_are_void_and_their_samples_asked_again(tmp
     assert [(w.task_id, w.samples) for w in coordinator.work("worker-0", 1)] == [("t000000", [0])]
     coordinator.receipts([receipt("t000000", 0, {0: 2})])
     assert coordinator.batch(0).status == "ready"
+
+
+def test_a_trajectory_of_several_engines_waits_for_them_and_is_released(tmp_path):
+    made = start(tmp_path, recipe(batch=1, group_size=2, eta=1), prompts(4))
+    made.version("engine-0", 0, "proven")
+    made.version("engine-1", 0, "proven")
+    (work,) = made.work("worker-0", 2)
+    made.receipts([receipt(work.task_id, 0, {0: 4}, engine="engine-0,engine-1")])
+    made.receipts([receipt(work.task_id, 1, {0: 2, 1: 2}, engine="engine-1,engine-0")])
+    assert plan_of(made, 0) is None
+    made.version("engine-0", 1, "proven")
+    assert plan_of(made, 0).tokens == 6
+
+
+def test_a_version_that_failed_on_one_engine_of_several_is_void():
+    versions = Versions([("engine-0", 1, "proven"), ("engine-1", 1, "failed"), ("engine-1", 0, "proven")])
+    assert versions.judge("engine-0,engine-1", [1]) == "void"
+    assert versions.judge("engine-0,engine-1", [0, 1]) == "void"
+    assert versions.judge("engine-0,engine-2", [1]) == "proven"
+    assert versions.judge("engine-0,engine-2", [2]) == "held"

@@ -16,7 +16,7 @@ from coordinator_fakes import Clock, answer_all, plan_of, prompts, prompts_of, r
 
 from megatron_agentrl.coordinator.ledger import Ledger
 from megatron_agentrl.coordinator.rows import LedgerError
-from megatron_agentrl.coordinator.service import Coordinator
+from megatron_agentrl.coordinator.service import Coordinator, ProtocolError
 from megatron_agentrl.data.stream import Stream
 from megatron_agentrl.recipe.schema import Order
 from megatron_agentrl.trajectory.types import Where
@@ -111,6 +111,19 @@ def test_in_admission_order_a_batch_waits_for_its_slow_group_and_later_ones_do_n
     assert train(coordinator, 0) == [0, 1]
     coordinator.version("engine-0", 1, "proven")
     assert train(coordinator, 1) == [2, 3]
+
+
+def test_in_admission_order_a_lost_group_lets_those_behind_it_into_the_batch(tmp_path):
+    made = recipe(batch=2, group_size=1, eta=3, epochs=1)
+    made.agent.retries = 0
+    coordinator = start(tmp_path, made, prompts(3))
+    coordinator.version("engine-0", 0, "proven")
+    coordinator.work("worker-0", 100)
+    coordinator.receipts([receipt("t000001"), receipt("t000002")])
+    assert coordinator.batch(0).late.startswith("waiting for 2 of 2 groups: oldest t000000 asked ")
+    coordinator.receipts([receipt("t000000", status="engine_error", message="gone")])
+    assert train(coordinator, 0) == [1, 2]
+    assert coordinator.batch(1).status == "exhausted"
 
 
 def test_what_was_in_flight_at_a_kill_is_asked_again_under_its_task_id(tmp_path):
@@ -320,6 +333,93 @@ def test_a_snapshot_of_another_run_is_refused(tmp_path):
         made[1].resume(0, tmp_path / "step_0")
 
 
+def test_a_snapshot_of_other_prompts_is_refused_and_leaves_an_empty_ledger_as_it_is(tmp_path):
+    folder = tmp_path / "step_0"
+    folder.mkdir()
+    other = Ledger(tmp_path / "other.sqlite", Stream(4), "other prompts")
+    other.admit(2)
+    other.snapshot(folder)
+    mine = Ledger(tmp_path / "ledger.sqlite", Stream(4), "prompts")
+    with pytest.raises(LedgerError, match="step_0/ledger.sqlite: the run began with other prompts"):
+        mine.resume(0, folder)
+    mine.close()
+    Ledger(tmp_path / "ledger.sqlite", Stream(4), "prompts").close()
+
+
+def test_a_snapshot_is_found_whatever_its_folder_is_called(tmp_path):
+    folder = tmp_path / "50%20 of #1?mode=x"
+    folder.mkdir()
+    coordinator = start(tmp_path, recipe(batch=2), prompts(9))
+    coordinator.version("engine-0", 0, "proven")
+    answer_all(coordinator, 0)
+    train(coordinator, 0)
+    coordinator.checkpoint(1, folder)
+    coordinator = again(coordinator, tmp_path, 1, folder)
+    assert coordinator.ledger.trained_steps == 1
+
+
+def checkpointed_run(path: Path, steps: int) -> Coordinator:
+    """A run with a checkpoint `step_N` at the start of each step N, and an eval in each."""
+    coordinator = start(path, recipe(batch=2, eta=1), prompts(50, held_out=3))
+    for step in range(steps):
+        (path / f"step_{step}").mkdir()
+        coordinator.checkpoint(step, path / f"step_{step}")
+        coordinator.version("engine-0", step, "proven")
+        coordinator.start_eval("during", step)
+        answer_all(coordinator, step)
+        train(coordinator, step)
+    return coordinator
+
+
+def stored(coordinator: Coordinator) -> tuple[int, int]:
+    """Bytes of the plans, rows of samples."""
+    read = coordinator.ledger.store.db.execute
+    return (
+        read("SELECT sum(length(body)) FROM plans").fetchone()[0],
+        read("SELECT count(*) FROM samples").fetchone()[0],
+    )
+
+
+def test_plans_and_receipts_behind_the_checkpoints_do_not_pile_up(tmp_path):
+    sizes = []
+    for steps in (5, 25):
+        (tmp_path / str(steps)).mkdir()
+        coordinator = checkpointed_run(tmp_path / str(steps), steps)
+        assert coordinator.ledger.balance().trained == 2 * steps
+        assert len(coordinator.eval_status("e0001")["metrics"]) == 1
+        sizes.append(stored(coordinator))
+        with pytest.raises(ProtocolError, match="the plan of step 0 is behind the newest checkpoints"):
+            coordinator.batch(0)
+    (plans, rows), (more_plans, more_rows) = sizes
+    assert more_plans < plans * 1.1
+    assert more_rows == rows
+
+
+@pytest.mark.parametrize("step", [9, 8, 7, 2, 0])
+def test_a_resume_works_at_every_checkpoint_although_plans_were_let_go(tmp_path, step):
+    coordinator = checkpointed_run(tmp_path, 10)
+    planned = {s: bytes(coordinator.batch(s).plan) for s in range(8, 10)}
+    coordinator = again(coordinator, tmp_path, step, tmp_path / f"step_{step}")
+    coordinator.resume(step, tmp_path / f"step_{step}")
+    assert coordinator.ledger.balance().trained == 2 * step
+    if step >= 8:  # the newest checkpoint and the one before it find the plans as they were
+        assert {s: bytes(coordinator.batch(s).plan) for s in range(step, 10)} == {
+            s: planned[s] for s in range(step, 10)
+        }
+    trained = []
+    for now in range(step, 12):
+        coordinator.version("engine-0", now, "proven")
+        answer_all(coordinator, now)
+        trained += train(coordinator, now)
+    assert trained == list(range(2 * step, 24))
+
+
+def test_a_resume_behind_what_was_let_go_needs_the_snapshot(tmp_path):
+    coordinator = checkpointed_run(tmp_path, 5)
+    with pytest.raises(LedgerError, match="let go of the plans before step 3 and there is no snapshot"):
+        coordinator.resume(0, None)
+
+
 def test_evals_survive_a_restart_and_those_of_rolled_back_versions_do_not(tmp_path):
     coordinator = start(tmp_path, recipe(batch=1, group_size=1, eta=0), prompts(5, held_out=2))
     results = {}
@@ -377,6 +477,9 @@ def churn(path: Path) -> None:
         coordinator.trained(step, {})
         ledger.commit()
         step += 1
+        folder = path / f"step_{step}"
+        folder.mkdir(exist_ok=True)
+        coordinator.checkpoint(step, folder)
         print(step, flush=True)
 
 
@@ -402,6 +505,9 @@ def test_killed_at_any_moment_the_ledger_balances_and_no_step_is_lost(tmp_path):
         assert coordinator.ledger.trained_steps >= told
         balance = coordinator.ledger.balance()
         assert balance.trained == 2 * coordinator.ledger.trained_steps
+        back = max(1, told - 1)
+        coordinator.resume(back, tmp_path / f"step_{back}")
+        assert coordinator.ledger.balance().trained == 2 * back
         coordinator.ledger.close()
     assert told >= 3
 

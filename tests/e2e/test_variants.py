@@ -1,11 +1,13 @@
-"""The same loop at other settings: expert parallelism, no staleness, prompts of one's own, reasoning-gym."""
+"""The same loop at other settings: expert, tensor and pipeline parallelism, no staleness, prompts of one's own, reasoning-gym."""
 
 import json
 import os
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
+from megatron_agentrl.layout.megatron import hf_tensors
 from tests.e2e.runs import ROOT, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -24,6 +26,22 @@ def test_ep2_over_dp2_trains_and_every_update_is_proven(from_export, tmp_path):
     assert [p["version"] for p in publishes] == list(range(9))
     assert max(p["gap"] for p in publishes) <= 1e-4
     assert done.summary["staleness_max"] == 1
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [("topology.tp=2", "topology.sequence_parallel=true"), ("topology.pp=2", "topology.vpp=3")],
+    ids=["tensor parallel", "interleaved pipeline"],
+)
+def test_the_model_cut_over_two_trainers_serves_and_exports_what_it_trained(from_export, tmp_path, topology):
+    short = ("topology.world=2", "train.steps=3", "train.batch=8", "eval.size=32")
+    done = run(tmp_path / "cut", "train", *from_export, *short, *topology)
+    assert done.code == 0, done.stderr[-3000:]
+    publishes = done.metrics("publish")
+    assert [p["version"] for p in publishes] == [0, 1, 2, 3]
+    assert max(p["gap"] for p in publishes) <= 1e-4
+    exported = {key for file in (done.folder / "export").glob("*.safetensors") for key in safe_open(file, "pt").keys()}  # noqa: SIM118
+    assert exported == set(hf_tensors(json.loads((done.folder / "export" / "config.json").read_text())))
 
 
 def test_the_run_folder_may_be_relative(from_export, tmp_path):

@@ -13,7 +13,7 @@ from toys import EngineSays, calculator_policy, user
 from examples.calculator.agent import CalculatorAgent
 from megatron_agentrl.agent.endpoint import Endpoint, PolicyClient, shared_client
 from megatron_agentrl.agent.types import Task
-from megatron_agentrl.trajectory.spool import SpoolReader
+from megatron_agentrl.trajectory.spool import SpoolError, SpoolReader
 from megatron_agentrl.trajectory.types import Receipt
 
 POLICY = calculator_policy()
@@ -278,6 +278,73 @@ def test_finish_is_repeatable_and_closes_the_door(tmp_path):
 
 
 NONSENSE = [{"status": "fine"}, {"reward": None}, {"status": "timeout", "reward": 0.0}, {"rewrad": 1.0}]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        '"tools": ["x"]',
+        '"tools": "abc"',
+        '"metadata": ' + "[" * 50_000 + "]" * 50_000,
+        '"tools": [{"parameters": ' + "[" * 50_000 + "]" * 50_000 + "}]",
+    ],
+)
+def test_a_request_of_the_wrong_shape_is_400_before_anything_is_sampled(tmp_path, more):
+    engine = ScriptedEngine(lambda ids, n: ANSWER)
+
+    async def scenario(client):
+        opened = await client.open()
+        body = '{"messages": [{"role": "user", "content": "1+1=?"}], ' + more + "}"
+        headers = {"Authorization": f"Bearer {opened['api_key']}"}
+        async with client.http.post(opened["openai_base_url"] + "/chat/completions", data=body, headers=headers) as response:
+            return response.status, (await response.json())["error"]["type"]
+
+    assert run(scenario, engine, tmp_path) == (400, "invalid_request_error")
+    assert engine.asked == []
+
+
+def test_any_template_name_and_any_depth_of_arguments_is_taken(tmp_path):
+    async def scenario(client):
+        opened = await client.open()
+        call = {"id": "c", "type": "function", "function": {"name": "calculator", "arguments": "[" * 50_000 + "]" * 50_000}}
+        turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+        deep = await client.chat(opened, {"messages": [user("q"), turn, user("r")]})
+        named = await client.chat(opened, {**QUESTION, "chat_template_kwargs": {"self": 1}})
+        return deep[0], named[0]
+
+    assert run(scenario, ScriptedEngine(lambda ids, n: ANSWER), tmp_path) == (200, 200)
+
+
+def test_a_trajectory_that_cannot_be_stored_says_so_and_can_be_finished_again(tmp_path):
+    async def scenario(client):
+        opened = await client.open()
+        await client.chat(opened, QUESTION)
+        registry = client.gateway.registry
+        write = registry._write
+        registry._write = full
+        refused = await client.finish(opened)
+        registry._write = write
+        return refused, await client.finish(opened)
+
+    def full(_):
+        raise SpoolError("spool/gateway-0-000000.spool: 3 of 90 bytes written at 0; is the disk full?")
+
+    (status, body), (again, receipt) = run(scenario, ScriptedEngine(lambda ids, n: ANSWER), tmp_path)
+    assert (status, body["error"]["type"]) == (500, "storage_error")
+    assert body["error"]["message"].endswith("is the disk full?")
+    assert (again, receipt["status"], receipt["sampled"]) == (200, "ok", {"7": 5})
+
+
+def test_an_agent_may_copy_and_close_its_client(tmp_path):
+    async def scenario(client):
+        opened = await client.open()
+        endpoint = Endpoint(opened["openai_base_url"], opened["api_key"], 4, client.http, shared_client(client.http, 10.0))
+        async with endpoint.openai() as first:
+            await first.with_options(max_retries=0, timeout=5).chat.completions.create(**QUESTION)
+        with pytest.raises(openai.BadRequestError):  # the library's own path still has its connections
+            await endpoint.openai().chat.completions.create(**QUESTION, top_p=0.5)
+
+    run(scenario, ScriptedEngine(lambda ids, n: ANSWER), tmp_path)
 
 
 def test_a_finish_that_makes_no_sense_is_400_and_leaves_the_session_open(tmp_path):

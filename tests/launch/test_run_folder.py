@@ -101,6 +101,14 @@ def test_a_folder_that_is_no_run_is_refused_and_untouched(tmp_path):
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["thesis.tex"]
 
 
+def test_a_file_in_the_way_is_refused(tmp_path):
+    (tmp_path / "x").write_text("mine")
+    with pytest.raises(RecipeError, match="is a file, expected a run folder"):
+        prepare(recipe(), tmp_path / "x", fresh=True)
+    with pytest.raises(RecipeError, match="cannot be written"), locked(tmp_path / "x" / "y"):
+        pass
+
+
 def test_two_starts_in_one_folder_refuse_and_a_dead_one_leaves_no_lock(tmp_path):
     hold = (
         "import sys, time; from pathlib import Path; from megatron_agentrl.launch.run_folder import locked\n"

@@ -214,7 +214,11 @@ def test_layer_kinds_are_read_from_either_spelling():
         (nemotron(num_attention_heads=6), {"tp": 4}, "num_attention_heads=6"),
         (nemotron(use_bias=True), {}, "use_bias=True"),
         (nemotron(hidden_size=None), {}, "no hidden_size"),
-        ({"model_type": "llama"}, {}, "model_type 'llama' has no layout"),
+        (nemotron(mamba_num_heads=None), {}, "no mamba_num_heads"),
+        (nemotron(n_groups=None), {}, "no n_groups or mamba_n_groups"),
+        (nemotron(moe_intermediate_size="20"), {}, "moe_intermediate_size='20', expected a positive integer"),
+        (nemotron(num_attention_heads=7), {}, "num_attention_heads=7 is no multiple of num_key_value_heads=2"),
+        ({"model_type": "gpt2"}, {}, "model_type 'gpt2' has no layout"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_with_the_key(config, at, message):

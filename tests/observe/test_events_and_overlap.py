@@ -45,6 +45,8 @@ def test_a_restarted_process_goes_on_in_its_file_and_a_torn_line_is_left_out(tmp
     with log.path.open("a") as file:
         file.write(json.dumps({"name": "torn"})[:5])
     assert [event["name"] for event in read_events(tmp_path)["engine-1"]] == ["up", "up"]
+    EventLog(tmp_path, "engine-1").point("again")
+    assert [event["name"] for event in read_events(tmp_path)["engine-1"]] == ["up", "up", "again"]
 
 
 def test_overlap_of_known_intervals():

@@ -1,9 +1,17 @@
 """Metrics files over a resume, the summary made from them, the live view and the plot."""
 
+import contextlib
+import fcntl
 import io
 import json
+import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +129,16 @@ def test_the_summary_of_a_small_run(tmp_path):
     }
 
 
+def test_the_time_between_a_killed_start_and_the_next_does_not_count(tmp_path):
+    lines = [("started", "a", 0.0), ("started", "b", 1.0), ("ready", "a", 9.0)]  # killed: no end
+    lines += [("started", "a", 1000.0), ("started", "b", 1001.0), ("end", "", 1010.0), ("started", "a", 5000.0)]
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "supervisor-0.jsonl").write_text(
+        "".join(json.dumps({"name": name, "role": role, "time": at}) + "\n" for name, role, at in lines)
+    )
+    assert summarize(tmp_path, 1)["seconds"]["total"] == 9.0 + 10.0
+
+
 def test_the_summary_is_written_and_shown(tmp_path, capsys):
     small_run(tmp_path)
     summary = summarize(tmp_path, 1)
@@ -141,6 +159,7 @@ def test_a_run_without_held_out_prompts_has_no_success(tmp_path, capsys):
 
 
 def test_the_serving_commands_are_one_line_each_and_carry_the_question():
+    assert "--model 'my runs/x/export'" in serving_commands("my runs/x", [], 14, Dtype.fp32)[0]
     serve, ask = serving_commands("runs/x", [{"role": "user", "content": "it's 1+1=?"}], 14, Dtype.fp32)
     assert "-m vllm.entrypoints.openai.api_server --model runs/x/export --served-model-name x --dtype float32" in serve
     words = subprocess.run(["bash", "-c", f'set -- {ask}; echo "${{@: -1}}"'], capture_output=True, text=True).stdout
@@ -167,9 +186,8 @@ def test_plain_lines_are_printed_when_piped(tmp_path):
 def test_the_panel_shows_phase_reward_staleness_speed_and_health(tmp_path):
     from rich.console import Console
 
-    small_run(tmp_path)
     view = LiveView(tmp_path, steps=8, warm_start_steps=1, live=True, out=io.StringIO())
-    view._offset = 0  # as if it had watched from the start
+    small_run(tmp_path)
     view.tick({"engine-0": "running"})
     console = Console(file=io.StringIO(), width=100)
     console.print(view)
@@ -187,6 +205,94 @@ def test_a_resume_that_cuts_the_file_does_not_confuse_the_view(tmp_path):
     writer.log("train", 3, train_values(3))
     view.tick({})
     assert view.last["train"]["step"] == 3
+    assert [line.partition("] ")[2].partition(":")[0] for line in out.getvalue().splitlines()] == ["step 3/8"]
+
+
+def test_a_resumed_run_shows_where_it_stands_and_counts_the_time_left_from_its_own_steps(tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now - 86_400)
+    small_run(tmp_path, steps=6)
+    monkeypatch.undo()
+    view = LiveView(tmp_path, steps=9, warm_start_steps=1, out=io.StringIO())
+    view.tick({"engine-0": "starting"})
+    assert view.phase() == "starting, step 6/9 reached before"
+    writer = MetricsWriter(tmp_path, tensorboard=False, resume_at=6)
+    for step in (7, 8):
+        writer.log("train", step, train_values(step))
+    view.tick({"engine-0": "running"})
+    assert view.phase() == "step 8/9"
+    left = view.seconds_left()
+    assert left is not None
+    assert left < 60
+
+
+def test_a_cut_file_that_grew_past_its_old_length_is_read_from_the_start(tmp_path):
+    out = io.StringIO()
+    view = LiveView(tmp_path, steps=20, warm_start_steps=1, out=out)
+    small_run(tmp_path, steps=3)
+    view.tick({})
+    writer = MetricsWriter(tmp_path, tensorboard=False, resume_at=2)
+    for step in range(3, 12):
+        writer.log("train", step, train_values(step, note="x" * 100))
+    view.tick({})
+    assert view.phase() == "step 11/20"
+
+
+def test_an_evaluation_that_nobody_answered_is_shown_as_that(tmp_path):
+    out = io.StringIO()
+    view = LiveView(tmp_path, steps=4, warm_start_steps=0, out=out)
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.log("eval", 0, {"tag": "before", "success": None, "size": 8, "finished": 0})
+    writer.log("train", 1, train_values(1))
+    view.tick({})
+    assert "held-out (before, version 0): success unknown (no answer) of 8" in out.getvalue()
+    assert plot_reward(tmp_path, 1) is not None
+    assert summarize(tmp_path, 1)["success_before"] is None
+
+
+def test_a_metric_named_as_a_key_of_the_line_does_not_replace_it(tmp_path):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.log("eval", 3, {"success": 0.5, "time": 9.0, "step": 7.0})
+    (line,) = read_metrics(tmp_path)
+    assert (line["step"], line["step_"], line["time_"]) == (3, 7.0, 9.0)
+    assert line["time"] > 1e9
+
+
+def show(run_dir: Path, columns: int, rows: int, code: str) -> tuple[str, str]:
+    """What a program that ticks a LiveView writes to a terminal of that size, and to a standard error elsewhere."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    env = {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin", "TERM": "xterm"}
+    program = subprocess.Popen(
+        [sys.executable, "-c", code, str(run_dir)], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=env
+    )
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # the terminal is gone when the program has ended
+        while chunk := os.read(ours, 65536):
+            seen += chunk
+    os.close(ours)
+    assert program.stderr is not None
+    err = program.stderr.read().decode()
+    assert program.wait() == 0, err
+    return seen.decode(), err
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 50), (30, 10)])
+def test_the_panel_keeps_its_height_at_any_width_and_errors_go_where_the_user_sent_them(tmp_path, columns, rows):
+    code = (
+        "import sys; from megatron_agentrl.observe.live import LiveView\n"
+        "with LiveView(sys.argv[1], steps=4, warm_start_steps=0) as view:\n"
+        "    view.tick({f'engine-{i}': 'starting' for i in range(50)})\n"
+        "    print('engine-7 ended', file=sys.stderr, flush=True)\n"
+    )
+    seen, err = show(tmp_path / "[/run]", columns, rows, code)
+    frame = seen[seen.rindex("╭") : seen.rindex("╯") + 1]
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).splitlines()
+    assert len(lines) == 5  # two borders, phase, time, health
+    assert max(map(len, lines)) <= columns
+    assert "[/run]" in lines[0] or columns < 80
+    assert err == "engine-7 ended\n"
 
 
 def test_small_words():

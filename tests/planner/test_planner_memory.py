@@ -1,25 +1,33 @@
 """Parameter counts against published totals, and the order of magnitude of what a run needs."""
 
-from megatron_agentrl.planner.memory import GIB, available_bytes, count_heads, count_parameters, estimate
-from megatron_agentrl.recipe.schema import Dtype, Recipe
+from math import prod
 
-QUICKSTART = {
-    "model_type": "nemotron_h",
-    "vocab_size": 272,
-    "hidden_size": 128,
-    "hybrid_override_pattern": "M*EM*E",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 32,
-    "n_groups": 2,
-    "ssm_state_size": 32,
-    "conv_kernel": 4,
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 64,
-    "moe_shared_expert_intermediate_size": 128,
-}
+import pytest
+from quickstart_shape import CONFIG as QUICKSTART
+
+from megatron_agentrl.layout.megatron import hf_tensors
+from megatron_agentrl.planner.memory import (
+    GIB,
+    activation_bytes,
+    available_bytes,
+    count_heads,
+    count_parameters,
+    device_bytes_per_parameter,
+    estimate,
+    host_bytes_per_parameter,
+)
+from megatron_agentrl.recipe.schema import (
+    Dtype,
+    Fp8Format,
+    GradientDtype,
+    Memory,
+    MomentDtype,
+    Precision,
+    Recipe,
+    Recompute,
+    RecomputeMethod,
+)
+
 NANO = {
     "model_type": "nemotron_h",
     "vocab_size": 131072,
@@ -47,6 +55,27 @@ QWEN3_30B = {
     "num_experts": 128,
     "moe_intermediate_size": 768,
     "intermediate_size": 6144,
+}
+
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
 }
 
 
@@ -101,6 +130,33 @@ def test_bf16_halves_an_engines_two_copies_of_the_weights():
     assert round(halved) == 2 * 2 * 31_577_940_288
 
 
+def test_bytes_a_parameter_by_type():
+    def each(dtype: Dtype, precision: Precision | None = None, offload: float = 0.0) -> tuple[float, float]:
+        recipe = Recipe(precision=precision or Precision(), memory=Memory(optimizer_offload=offload))
+        recipe.model.dtype = dtype
+        return device_bytes_per_parameter(recipe), host_bytes_per_parameter(recipe)
+
+    assert each(Dtype.fp32) == (4 + 4 + 8, 0)
+    assert each(Dtype.bf16) == each(Dtype.fp16) == (2 + 4 + 4 + 8, 0)
+    assert each(Dtype.bf16, Precision(gradients=GradientDtype.bf16)) == (2 + 2 + 4 + 8, 0)
+    assert each(Dtype.bf16, Precision(exp_avg=MomentDtype.fp8, exp_avg_sq=MomentDtype.bf16)) == (2 + 4 + 4 + 1 + 2, 0)
+    assert each(Dtype.bf16, Precision(fp8=Fp8Format.e4m3, fp8_param_gather=True)) == (2 + 4 + 4 + 8, 0)
+    assert each(Dtype.bf16, offload=0.75) == (2 + 4 + 3, 9)
+
+
+def test_full_recompute_keeps_inputs_and_one_unit():
+    def kept(**memory) -> float:
+        recipe = Recipe(memory=Memory(**memory))
+        recipe.train.micro_batch_tokens = 1000
+        return activation_bytes(recipe, QUICKSTART) / 4000 - 3 * 272
+
+    assert kept() == 17 * 6 * 128
+    assert kept(recompute=Recompute.full) == (6 + 17) * 128
+    assert kept(recompute=Recompute.full, recompute_layers=3) == (2 + 3 * 17) * 128
+    block = {"recompute": Recompute.full, "recompute_method": RecomputeMethod.block, "recompute_layers": 4}
+    assert kept(**block) == (4 + 2 * 17) * 128
+
+
 def test_on_gpus_only_the_processes_themselves_count():
     assert estimate(Recipe(), NANO, gpu=True).total < 8 * GIB
 
@@ -122,3 +178,17 @@ def test_deepseek_v3_has_671_billion_parameters_and_a_head_of_12():
     assert count.total == 671_026_419_200  # published: 671 billion
     assert round(count.experts / count.total, 3) == 0.974
     assert count_heads(config).total == 11_610_068_224  # published: 11.5 billion beside the shared tables
+
+
+def test_dense_decoders_have_their_published_sizes():
+    assert count_parameters(LLAMA_8B).total == 8_030_261_248
+    assert count_parameters(QWEN3_8B).total == 8_190_735_360
+    assert count_parameters(QWEN3_8B).experts == 0
+
+
+@pytest.mark.parametrize(
+    "model", [QUICKSTART, NANO, QWEN3_30B, LLAMA_8B, QWEN3_8B, QWEN3_30B | {"mlp_only_layers": [0, 5]}]
+)
+def test_the_count_is_the_sum_over_the_tensors_of_the_layout(model):
+    config = {"head_dim": 128, "conv_kernel": 4} | model
+    assert count_parameters(config).total == sum(prod(shape) for shape in hf_tensors(config).values())

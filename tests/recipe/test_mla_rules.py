@@ -1,8 +1,9 @@
-"""What an engine needs of a deepseek_v3 folder."""
+"""Latent attention: what it does not go with, and what an engine needs of a deepseek_v3 folder."""
 
 import pytest
 
-from megatron_agentrl.recipe.mla_rules import latent_problems
+from megatron_agentrl.recipe.mla_rules import latent_packing_problems, latent_problems, latent_topology_problems
+from megatron_agentrl.recipe.schema import Recipe, Topology
 
 RELEASED = {
     "model_type": "deepseek_v3",
@@ -32,3 +33,29 @@ def test_the_released_config_is_served_by_gpus_and_other_models_are_not_asked():
 def test_one_line_for_each_thing_the_engine_cannot_serve(changes, on_cpu, words):
     (line,) = latent_problems(RELEASED | changes, on_cpu=on_cpu)
     assert words in line
+
+
+SIZES = {"kv_lora_rank": 14, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "q_lora_rank": None}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config", "words"),
+    [
+        ({"world": 2, "cp": 2}, SIZES, "topology.cp=2: latent attention over context-parallel ranks has not been compared"),
+        ({"world": 2, "tp": 2}, SIZES, "else the rotary key's gradient is not summed over the ranks; set it"),
+        ({"world": 4, "tp": 4, "sequence_parallel": True}, SIZES, "the latents have 22 rows (kv_lora_rank + qk_rope_head_dim)"),
+        ({"world": 2, "tp": 2, "sequence_parallel": True}, SIZES | {"q_lora_rank": 5}, "the latents have 5 rows (q_lora_rank)"),
+    ],
+)  # fmt: skip
+def test_cuts_that_latent_attention_does_not_take(sizes, config, words):
+    (line,) = latent_topology_problems(Topology(**sizes), config)
+    assert words in line
+    assert list(latent_topology_problems(Topology(**sizes), {"model_type": "llama"})) == []
+
+
+def test_packed_rows_are_refused_only_where_values_are_wider_than_keys():
+    recipe = Recipe()
+    recipe.train.packing = True
+    assert list(latent_packing_problems(recipe, SIZES)) == list(latent_packing_problems(recipe, None)) == []
+    (line,) = latent_packing_problems(recipe, SIZES | {"v_head_dim": 21})
+    assert "v_head_dim=21, keys 20" in line and "set train.packing=false" in line

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_agentrl.recipe.mtp_rules import mtp_problems
-from megatron_agentrl.recipe.schema import Mtp, Recipe, Topology
+from megatron_agentrl.recipe.schema import Mtp, Recipe, Recompute, Topology
 
 WITH = {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
 
@@ -36,3 +36,15 @@ def test_heads_may_be_trained_where_the_model_has_them_and_left_alone_anywhere(c
 def test_one_line_for_each_setting_that_cannot_be(mtp, config, sizes, line):
     (found,) = problems(mtp, config, **sizes)
     assert line in found
+
+
+def test_packed_rows_and_longer_recomputed_units_are_refused():
+    recipe = Recipe()
+    recipe.model.mtp.train, recipe.train.packing = True, True
+    (line,) = mtp_problems(recipe, WITH)
+    assert "found train.packing=true; set train.packing=false" in line
+    recipe.train.packing, recipe.memory.recompute = False, Recompute.full
+    assert list(mtp_problems(recipe, WITH)) == []
+    recipe.memory.recompute_layers = 2
+    (line,) = mtp_problems(recipe, WITH)
+    assert "memory.recompute_layers=2; set uniform and 1" in line

@@ -136,7 +136,8 @@ def test_a_key_given_twice_is_refused(recipes):
     [
         (["recipe=smal"], "did you mean small?"),
         (["recipe=nothing.yaml"], "no such file"),
-        (["recipe=../small"], "expected a plain word"),
+        (["recipe=../small"], "or a path that ends in .yaml"),
+        (["recipe=" + "a" * 300 + ".yaml"], "cannot be reached"),
         (["recipe="], "found in"),
         (["seed=1"], "recipe=NAME is missing"),
     ],
@@ -166,6 +167,7 @@ def test_the_run_is_named_after_its_recipe(recipes):
         ('run_name: "0123"\n', "run_name", "0123"),
         ("data:\n  epochs: null\n", "data.epochs", None),
         ("# no values\n", "seed", 0),
+        ("run_name: abc1\n", "run_name", "abc1"),
     ],
 )
 def test_a_file_is_typed_by_the_same_rule(recipes, body, key, value):
@@ -197,6 +199,8 @@ def test_a_file_is_typed_by_the_same_rule(recipes, body, key, value):
         ('data:\n  eval: "${seed}"\n', "interpolation is off"),
         ("seed: [\n", "not valid YAML"),
         ("hydra:\n  run: x\n", "unknown key hydra"),
+        ('data:\n  eval: "a\\0b"\n', "control character"),
+        ("? [a, b]\n: 3\n", "found a list or mapping as a key"),
     ],
 )
 def test_a_fault_in_a_file_is_refused_with_file_and_line(recipes, body, words):
@@ -227,6 +231,13 @@ def test_a_recipe_elsewhere_may_build_on_the_shared_ones(recipes, tmp_path):
 def test_a_defaults_list_that_names_nothing_is_refused(recipes):
     (recipes / "child.yaml").write_text("defaults:\n  - nothing\n")
     with pytest.raises(RecipeError, match="nothing"):
+        load(["recipe=child"], recipes)
+
+
+@pytest.mark.parametrize("defaults", ["", "3", "{a: b}", "[child]"])
+def test_a_defaults_list_that_is_none_or_names_itself_is_refused(recipes, defaults):
+    (recipes / "child.yaml").write_text(f"defaults: {defaults}\nmodel: {{path: m}}\n")
+    with pytest.raises(RecipeError, match=r"child\.yaml: its defaults list cannot be followed"):
         load(["recipe=child"], recipes)
 
 

@@ -5,30 +5,12 @@ import socket
 from pathlib import Path
 
 import pytest
+from quickstart_shape import CONFIG, write_model
 
 from megatron_agentrl.recipe.errors import RecipeError
 from megatron_agentrl.recipe.leaves import leaves
 from megatron_agentrl.recipe.load import load
-from megatron_agentrl.recipe.schema import Topology
-from megatron_agentrl.recipe.validate import POSITIVE, RANGES, problems, topology_problems, validate
-
-CONFIG = {
-    "model_type": "nemotron_h",
-    "vocab_size": 272,
-    "hidden_size": 128,
-    "num_hidden_layers": 6,
-    "hybrid_override_pattern": "M*EM*E",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 32,
-    "n_groups": 2,
-    "ssm_state_size": 32,
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 64,
-    "moe_shared_expert_intermediate_size": 128,
-}
+from megatron_agentrl.recipe.validate import POSITIVE, RANGES, gpu_names, problems, validate
 
 
 @pytest.fixture
@@ -36,10 +18,7 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
     """A working folder in which `recipe=good` is valid. The machine has no GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megatron_agentrl.recipe.validate.gpu_count", lambda: 0)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    write_model(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "good.yaml").write_text(
@@ -114,6 +93,13 @@ def test_numbers_out_of_range(folder, override, expected):
         (["ports.gateway=41999", "ports.coordinator=41999"], "the same port as ports.coordinator"),
         (["run_root=train.jsonl/runs"], "train.jsonl is a file, expected a folder"),
         (["run_root=/proc/runs"], "/proc cannot be written"),
+        (["run_root=" + "a" * 300], "cannot be reached (file name too long)"),
+        (["model.path=" + "a" * 300], "cannot be reached (file name too long)"),
+        (["data.prompts=" + "a" * 300], "cannot be reached (file name too long)"),
+        (["ports.host=a..b"], "cannot listen there"),
+        (["ports.host=::1"], "use an IPv4 address of its own"),
+        (["data.train_remainder=true"], "has no effect without data.epochs"),
+        (["data.size=7"], "data.size=7: has no effect with data.source=jsonl"),
     ],
 )  # fmt: skip
 def test_one_line_for_each_bad_input(folder, overrides, words):
@@ -138,10 +124,50 @@ def test_a_config_that_is_missing_broken_or_unknown(folder):
     assert "config.json: not valid JSON" in found(folder)[0]
     config.write_text("[]")
     assert "expected a JSON object" in found(folder)[0]
-    config.write_text('{"model_type": "llama"}')
-    assert "model_type is 'llama', expected one of deepseek_v3, nemotron_h, qwen3_moe" in found(folder)[0]
+    config.write_text('{"model_type": "gpt2"}')
+    assert (
+        "model_type is 'gpt2', expected one of deepseek_v3, nemotron_h, qwen3_moe, qwen3, llama; choose"
+        in found(folder)[0]
+    )
     config.unlink()
     assert "cannot be read (No such file or directory)" in found(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", "128"),
+        ("num_attention_heads", 0),
+        ("n_groups", -1),
+        ("num_hidden_layers", 10**30),
+        ("head_dim", True),
+    ],
+)
+def test_a_config_whose_sizes_are_no_sizes(folder, name, value):
+    (folder / "model" / "config.json").write_text(json.dumps({**CONFIG, name: value}))
+    assert found(folder) == [f"model/config.json: {name} is {value!r}, expected a whole number of at least 1"]
+
+
+def test_gpus_are_counted_as_cuda_counts_them_and_each_mode_needs_its_own(folder, monkeypatch, tmp_path):
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (devices / name).touch()
+    for visible, names in (
+        ("1", ["1"]),
+        ("-1", []),
+        ("", []),
+        ("GPU-a, GPU-b,GPU-c", ["GPU-a", "GPU-b"]),
+        ("0,-1,1", ["0"]),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpu_names(devices) == names
+    monkeypatch.setattr("megatron_agentrl.recipe.validate.gpu_count", lambda: 1)
+    assert "need 2 GPUs, found 1" in found(folder)[0]
+    assert found(
+        folder,
+        mode="sft",
+    ) == ["warm_start.steps=0: the sft command runs the warm start only; set warm_start.steps"]
 
 
 def test_weight_files_that_an_index_names_must_be_there(folder):
@@ -173,34 +199,3 @@ def test_several_problems_are_all_reported(folder):
     with pytest.raises(RecipeError) as caught:
         validate(load(["recipe=good", "optimizer.name=x", "data.task=y"], folder / "recipes"))
     assert len(str(caught.value).splitlines()) == 2
-
-
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ({"world": 4, "pp": 2, "ep": 4, "etp": 1}, "etp·ep·pp = 1·4·2 = 8 does not divide world = 4"),
-        ({"world": 4, "tp": 2, "ep": 4}, "etp·ep·pp = 2·4·1 = 8 does not divide world = 4 (etp was not given and follows tp = 2); topology.etp=1 would fit"),
-        ({"world": 8, "tp": 3}, "tp·pp·cp = 3·1·1 = 3 does not divide world = 8"),
-        ({"world": 8, "tp": 8, "etp": 1}, "the model has 4 attention heads"),
-        ({"world": 5, "ep": 5}, "the model has 8 experts, which ep does not divide; sizes that fit: 1, 2, 4, 8"),
-        ({"world": 4, "pp": 4}, "pp·vpp = 4 does not divide the model's 6 layers"),
-        ({"world": 2, "vpp": 2}, "needs pp > 1"),
-        ({"world": 2, "sequence_parallel": True}, "needs tp > 1"),
-        ({"world": 4, "tp": 4, "etp": 1}, "the model has 2 Mamba groups"),
-    ],
-)  # fmt: skip
-def test_sizes_that_do_not_divide_are_refused_with_the_numbers(sizes, words):
-    lines = list(topology_problems(Topology(**sizes), CONFIG))
-    assert any(words in line for line in lines), lines
-
-
-@pytest.mark.parametrize("sizes", [{"world": 1}, {"world": 6}, {"world": 2, "ep": 2}, {"world": 4, "ep": 2}])
-def test_sizes_that_fit(sizes):
-    assert list(topology_problems(Topology(**sizes), CONFIG)) == []
-
-
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"tp": 2, "etp": 1}, {"pp": 2, "vpp": 3}])
-def test_legal_sizes_that_this_release_does_not_train_with_are_refused_as_that(sizes):
-    lines = list(topology_problems(Topology(world=2, **sizes), CONFIG))
-    assert lines
-    assert all("this release trains with world, ep and dp only" in line for line in lines)

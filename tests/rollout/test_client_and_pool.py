@@ -264,6 +264,12 @@ def test_an_announcement_adds_an_engine_and_a_bad_one_says_why():
                 await pool.update("engine-0", {"url": engine.url, "state": "serving", "version": None})
             with pytest.raises(ValueError, match="url"):
                 await pool.update("engine-1", {"state": "none"})
+            with pytest.raises(ValueError, match="state 'fast'"):  # nor does a bad one move or add an engine
+                await pool.update("engine-0", {"url": "http://127.0.0.1:9", "state": "fast", "version": 4})
+            with pytest.raises(ValueError, match="serving needs the version"):
+                await pool.update("engine-1", {"url": engine.url, "state": "serving", "version": None})
+            assert list(pool.engines) == ["engine-0"]
+            assert (await pool.generate([8], **ASK)).versions == [4, 4, 4, 4]
             await pool.close()
             return reply
 

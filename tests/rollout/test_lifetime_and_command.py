@@ -1,5 +1,6 @@
 """What an engine process is started with, and that nothing of it outlives its parent."""
 
+import asyncio
 import json
 import os
 import signal
@@ -110,6 +111,9 @@ def test_an_unknown_engine_is_refused(recipe):
         ({"layers_block_type": ["full_attention", "moe"]}, False),
         ({"layers_block_type": ["linear_attention", "moe"]}, True),
         ({"hybrid_override_pattern": "M*E"}, True),
+        ({"hybrid_override_pattern": None, "layers_block_type": ["mamba", "moe"]}, True),
+        ({"layers_block_type": "*EM"}, True),
+        ({"layers_block_type": "*E"}, False),
         ({"hybrid_override_pattern": "*E-"}, False),
         ({"layer_types": ["full_attention", "sliding_attention"]}, False),
         ({}, False),
@@ -119,6 +123,34 @@ def test_the_prefix_cache_is_off_for_models_with_a_recurrent_state(recipe, tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = engine.arguments(engine.spec_from_recipe(recipe, 0, "127.0.0.1", 5000))
     assert ("--no-enable-prefix-caching" in args, "--enable-prefix-caching" in args) == (recurrent, not recurrent)
+
+
+@pytest.mark.parametrize(
+    ("scope", "answer"),
+    [
+        ({"type": "http", "path": "/pause"}, "http.response.start 401"),
+        ({"type": "websocket", "path": "/v1/realtime"}, "websocket.close 1008"),
+        ({"type": "websocket", "path": "/health"}, "websocket.close 1008"),
+    ],
+)
+def test_no_kind_of_connection_gets_past_a_wrong_token(monkeypatch, scope, answer):
+    monkeypatch.setenv("MEGATRON_AGENTRL_TOKEN", "right")
+    sent, reached = [], []
+
+    async def app(scope, receive, send):
+        reached.append(scope)
+
+    async def send(message):
+        sent.append(message)
+
+    guard = BearerToken(app)
+    for headers in ([], [(b"authorization", b"Bearer wrong")]):
+        sent.clear()
+        asyncio.run(guard(scope | {"headers": headers}, None, send))
+        assert f"{sent[0]['type']} {sent[0].get('status') or sent[0].get('code')}" == answer
+    assert reached == []
+    asyncio.run(guard(scope | {"headers": [(b"authorization", b"Bearer right")]}, None, send))
+    assert len(reached) == 1
 
 
 def test_without_a_token_no_route_is_served(monkeypatch):

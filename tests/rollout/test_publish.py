@@ -14,10 +14,11 @@ import torch
 from scripted_engine import TOKEN, ScriptedEngine, mean, score
 
 from megatron_agentrl.rollout.weights_client import VllmEngine
+from megatron_agentrl.weights.engine import EngineError, Staging
 from megatron_agentrl.weights.manifest import Manifest, TensorInfo
 from megatron_agentrl.weights.publish import Canary, Publisher, largest_gap
 from megatron_agentrl.weights.stream import ManifestError
-from megatron_agentrl.weights.transport import GlooTransport
+from megatron_agentrl.weights.transport import GlooTransport, TransportError
 
 SEQUENCES = [[5, 6, 7, 8], [9, 1, 2, 3, 4]]
 
@@ -148,7 +149,10 @@ def test_weights_that_were_sent_but_not_used_are_quarantined_with_the_numbers_an
 
 
 def test_a_logprob_that_is_not_a_number_is_a_gap():
-    assert largest_gap([[-1.0, -2.0]], [[-1.0, float("nan")]]) == (float("inf"), "sequence 0, position 2")
+    infinite = float("inf")
+    for odd in (float("nan"), -infinite):
+        assert largest_gap([[-1.0, -2.0]], [[-1.0, odd]]) == (infinite, "sequence 0, position 2")
+        assert largest_gap([[-1.0, odd]], [[-1.0, odd]]) == (infinite, "sequence 0, position 2")
 
 
 @pytest.mark.parametrize("route", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
@@ -194,6 +198,45 @@ def test_an_engine_that_never_receives_is_late_in_staging(one):
     assert one.outcome.phase == "stage" and one.outcome.state == "unchanged"
     assert "/collective_rpc took more than" in one.outcome.error
     assert one.engine.version == "0" and report.proven == []
+
+
+def test_a_server_that_is_something_else_is_named_with_what_it_answers(one):
+    """As when another program got the port."""
+    engine = one.publisher.engines["engine-0"]
+    one.engine.faults.status = {"/collective_rpc": 200, "/weight_info": 200, "/health": 404}
+    for call in (engine.staging, engine.version):
+        with pytest.raises(EngineError, match="engine-0: /.* in the reply: scripted failure") as caught:
+            call(time.monotonic() + 5)
+        assert caught.value.kind == "protocol"
+    with pytest.raises(EngineError, match="did not come up in time .*/health answers 404"):
+        engine.wait_ready(time.monotonic() + 0.1)
+
+
+def test_an_engine_that_agrees_to_receive_and_never_joins_leaves_the_other_its_time(stack):
+    two = Setup(stack, names=("engine-0", "engine-1"), deadline=4.0)
+
+    class Deaf:
+        begin = staticmethod(lambda request: None)
+        status = staticmethod(lambda: Staging("receiving", 0))
+        close = staticmethod(lambda: None)
+
+    two.scripted["engine-0"].staging = Deaf()
+    begin = time.monotonic()
+    report = two.publish(0)
+    assert time.monotonic() - begin < 4.0
+    assert report.proven == ["engine-1"], report.problems()
+    assert two.outcome.phase == "stage" and "rank 1 of 2 did not come in time" in two.outcome.error
+
+
+def test_an_engine_that_dies_between_meeting_and_connecting_does_not_outlast_the_deadline():
+    transport = GlooTransport()
+    rendezvous = transport.invite("engine-0", 2)
+    client = torch.distributed.TCPStore(rendezvous.host, rendezvous.port, is_master=False)
+    torch.distributed.PrefixStore(rendezvous.prefix, client).set("here/1", "")
+    begin = time.monotonic()
+    with pytest.raises(TransportError, match="rendezvous at"):
+        transport.open(rendezvous, 0, begin + 3.0)
+    assert time.monotonic() - begin < 3.5
 
 
 def test_an_engine_that_restarted_gets_a_new_channel(one):

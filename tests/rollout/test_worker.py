@@ -143,7 +143,30 @@ class Behaves:
             await openai.AsyncOpenAI(base_url=chat.base_url, api_key=chat.api_key, max_retries=0).chat.completions.create(
                 model=chat.model, messages=task.messages
             )
-        return {"text": 1.0, "nan": Result(float("nan")), "metric": Result(1.0, {"m": "x"}), "good": Result(0.5)}[text]
+        if text == "exit":
+            exec("raise SystemExit(0)")  # as model-written code may
+        if text == "cancelled tool":
+            tool = asyncio.create_task(asyncio.sleep(60))
+            tool.cancel()
+            await tool
+        if text == "lone surrogate":
+            raise ValueError("\udc80 in a file name")
+        if text == "unprintable":
+            raise _Unprintable
+        return {
+            "text": 1.0,
+            "nan": Result(float("nan")),
+            "nan behind a metric": Result(float("nan"), {"reward": 1.0}),
+            "metric": Result(1.0, {"m": "x"}),
+            "metric name": Result(1.0, {(1, 2): 1.0}),
+            "surrogate name": Result(1.0, {"\udc80": 1.0}),
+            "good": Result(0.5),
+        }[text]
+
+
+class _Unprintable(Exception):
+    def __str__(self):
+        raise AttributeError("no message")
 
 
 def test_every_sample_of_every_group_is_run_once_and_reported():
@@ -176,6 +199,13 @@ def test_an_eval_group_keeps_its_kind_and_temperature():
         ("break the engine", "engine_error", "InternalServerError"),
         ("text", "agent_error", "the agent returned float; a Result was expected"),
         ("nan", "agent_error", "the agent's reward is nan"),
+        ("nan behind a metric", "agent_error", "the agent's reward is nan"),
+        ("metric name", "agent_error", "metric (1, 2) is named by a tuple"),
+        ("surrogate name", "agent_error", "surrogates not allowed"),
+        ("exit", "agent_error", "SystemExit: 0"),
+        ("cancelled tool", "agent_error", "CancelledError"),
+        ("lone surrogate", "agent_error", "ValueError: ? in a file name"),
+        ("unprintable", "agent_error", "_Unprintable: (str() of it raises AttributeError)"),
         ("metric", "agent_error", "ValueError"),
     ],
 )

@@ -40,8 +40,9 @@ def recipe(topology_: Topology | None = None, **mtp: object) -> Recipe:
 def build(name: str, rank: Rank, opt: Optimizer, topology_: Topology | None = None, **mtp: object):
     """(wrapped chunks, optimizer) of a toy model with seed 3; the trunk's weights do not depend on the heads."""
     topology.seed_everything(3)
-    chunks = optimizer.wrap(model.build(MODELS[name], recipe(topology_, **mtp), rank), opt)
-    return chunks, optimizer.build(chunks, opt)
+    made = recipe(topology_, **mtp)
+    chunks = optimizer.wrap(model.build(MODELS[name], made, rank), opt, made)
+    return chunks, optimizer.build(chunks, opt, made)
 
 
 def scattered(hf: dict, heads: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -102,6 +102,31 @@ def test_packed_convolution_equals_each_sequence_alone():
     torch.testing.assert_close(alone[0, 0], F.silu(x[0, 0] * w[:, 3] + b))
 
 
+@pytest.mark.parametrize("length", [1, 3, 12])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_convolution_and_its_gradients_equal_torchs_depthwise_one(length, with_bias):
+    g = torch.Generator().manual_seed(2)
+    x, w, b = (torch.randn(*shape, generator=g).requires_grad_() for shape in ((2, length, 9), (9, 4), (9,)))
+    bias = b if with_bias else None
+    want = F.silu(F.conv1d(F.pad(x.mT, (3, 0)), w[:, None], bias, groups=9)).mT
+    got = mamba.causal_conv1d(x, w, bias)
+    torch.testing.assert_close(got, want)
+    weight = torch.randn(2, length, 9, generator=g)
+    inputs = [x, w, b] if with_bias else [x, w]
+    for found, expected in zip(
+        torch.autograd.grad((got * weight).sum(), inputs),
+        torch.autograd.grad((want * weight).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_convolution_of_bf16_sums_in_float32():
+    x = torch.tensor([[[256.0], [1.0], [1.0]]], dtype=torch.bfloat16)
+    y = mamba.causal_conv1d(x, torch.ones(1, 3, dtype=torch.bfloat16), None)
+    assert y.dtype == torch.bfloat16 and y.flatten().tolist() == [256.0, 256.0, 258.0]  # 257 has no bf16
+
+
 def test_large_decay_and_long_chunk_stay_finite():
     i = inputs(64) | {"A": torch.full((6,), -80.0)}
     y = scan(i, 64)

@@ -15,7 +15,8 @@ from megatron_agentrl.trainer.weights_io import iterate_hf, load_hf, save_hf
 
 CONFIG = nemotron(hybrid_override_pattern="M-", n_groups=4)
 ONE = SimpleNamespace(
-    rank=0, world=1, tp=0, tp_size=1, pp=0, pp_size=1, vpp_size=1, cp_size=1, ep=0, ep_size=1, etp=0, etp_size=1
+    rank=0, world=1, tp=0, tp_size=1, pp=0, pp_size=1, vpp_size=1, cp_size=1, ep=0, ep_size=1, etp=0, etp_size=1,
+    first_stage_layers=None, last_stage_layers=None,
 )
 DOWN = "backbone.layers.1.mixer.down_proj.weight"
 INDEX = "model.safetensors.index.json"
@@ -145,11 +146,27 @@ def test_an_index_that_leaves_its_folder_is_refused(source, file):
         load(source)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])
 def test_an_index_that_is_no_index_is_refused(source, text):
     (source / INDEX).write_text(text)
     with pytest.raises(WeightsError, match="is no safetensors index"):
         load(source)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[]", "found a list"), (None, "is missing")])
+def test_a_config_that_is_none_is_refused_by_name(source, tmp_path, text, message):
+    (source / "config.json").unlink() if text is None else (source / "config.json").write_text(text)
+    with pytest.raises(WeightsError, match=f"config.json.*{message}"):
+        save_hf(tmp_path / "out", source, values().items())
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one(source, tmp_path):
+    for left in (".out.partial", ".out.older"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "shard-0.tmp").write_bytes(b"half")
+    save_hf(tmp_path / "out", source, values().items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    assert not list((tmp_path / "out").glob("*.tmp"))
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
@@ -217,7 +234,7 @@ def test_an_export_that_fails_midway_leaves_no_folder_and_the_older_one_stays(so
 
     with pytest.raises(OSError, match="disk full"):
         save_hf(out, source, failing(), shard_bytes=8_000)
-    assert not out.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]  # nor a hidden half of one
     save_hf(out, source, iterate_hf(model, CONFIG, ONE, torch.float32))
     with pytest.raises(OSError, match="disk full"):
         save_hf(out, source, failing(), shard_bytes=8_000)
@@ -236,8 +253,12 @@ def test_an_export_with_a_tensor_missing_or_twice_is_refused(source, tmp_path):
 
 
 def test_a_rank_that_only_gets_nones_writes_nothing(source, tmp_path):
+    busy = tmp_path / ".out.partial"  # the folder in which another rank is writing
+    busy.mkdir()
     assert not save_hf(tmp_path / "out", source, [(name, None) for name in values()])
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(WeightsError, match="came twice"):
+        save_hf(tmp_path / "out", source, [("lm_head.weight", None)] * 2)
+    assert busy.is_dir() and not (tmp_path / "out").exists()
 
 
 def test_multi_token_prediction_tensors_are_left_aside_and_carried_over(source, tmp_path):
@@ -250,6 +271,9 @@ def test_multi_token_prediction_tensors_are_left_aside_and_carried_over(source, 
 def test_a_tied_checkpoint_loads_with_or_without_a_second_head(source, tmp_path):
     config = CONFIG | {"tie_word_embeddings": True}
     (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match="tie_word_embeddings=true, but lm_head.weight differs from backbone.emb"):
+        load(source, config)
+    edit(source, "lm_head.weight", values()["backbone.embeddings.weight"].float(), file=index_of(source)["lm_head.weight"])
     model = load(source, config)  # the source still holds lm_head.weight
     assert "output_layer.weight" not in dict(model[0].named_parameters())
     save_hf(tmp_path / "out", source, iterate_hf(model, config, ONE, torch.float32))

@@ -93,8 +93,9 @@ def test_an_embedding_on_both_stages_gets_the_gradient_of_both(pair, rank):
 
 def test_cells_that_cannot_run_are_refused_with_the_reason():
     for topo, words in (
-        (Topology(world=2, tp=2), "topology.tp=2 with latent attention needs topology.sequence_parallel=true"),
-        (Topology(world=2, cp=2), "topology.cp=2"),
+        (Topology(world=2, tp=2), "topology.tp=2: with latent attention needs topology.sequence_parallel=true"),
+        (Topology(world=2, cp=2), "latent attention over context-parallel ranks"),
+        (Topology(world=2, cp=2), "a head reads the next token, which another context-parallel rank may hold"),
     ):
         with pytest.raises(ValueError, match=words):
             transformer_config(mtp_toy.DEEPSEEK, mtp_toy.recipe(topo))

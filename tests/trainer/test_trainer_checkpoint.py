@@ -86,8 +86,10 @@ def test_sgd_resumes_too_and_the_next_phase_may_start_another_optimizer(rank, tm
     chunks, opt = toy.build("qwen", rank, toy.SGD)
     checkpoint.load(tmp_path / "step_1", chunks, opt)
     assert steps(chunks, opt, 2, 4) == want
+    steps(chunks, optimizer.build(chunks, Optimizer(name="adam")), 4, 5)
+    sharded, _ = toy.build("qwen", rank, toy.ADAM)
     with pytest.raises(ValueError, match="cannot follow the optimizer"):
-        optimizer.build(chunks, Optimizer(name="adam"))
+        optimizer.build(sharded, toy.SGD)
 
 
 def test_saving_a_step_again_replaces_it(rank, tmp_path):
@@ -137,6 +139,38 @@ def test_prune_keeps_the_newest_numbers_and_removes_what_interrupted_saves_left(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_12", "step_9"]
     with pytest.raises(ValueError, match="keep=0"):
         checkpoint.prune(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize("mark", ["", "[]", "{}", '{"format": 1'])
+def test_a_damaged_mark_is_passed_over_like_any_incomplete_checkpoint(saved, tmp_path, mark):
+    copy(saved, tmp_path, 1)
+    (copy(saved, tmp_path, 2) / checkpoint.MARK).write_text(mark)
+    found = checkpoint.newest(tmp_path)
+    assert found.step == 1 and "step_2: complete.json is damaged" in found.skipped[0]
+
+
+def test_prune_does_not_give_up_a_good_checkpoint_for_a_damaged_one(saved, tmp_path):
+    """The run fell back to an older step, since a file of the newest was lost, and has just saved step 5."""
+    (copy(saved, tmp_path, 9) / "ledger").unlink()
+    copy(saved, tmp_path, 4)
+    copy(saved, tmp_path, 5)
+    assert [path.name for path in checkpoint.prune(tmp_path, keep=1)] == ["step_4"]
+    assert checkpoint.newest(tmp_path).step == 5
+
+
+def test_what_an_interrupted_prune_leaves_is_no_checkpoint_and_the_next_one_removes_it(saved, tmp_path, monkeypatch):
+    for step in (1, 2):
+        copy(saved, tmp_path, step)
+
+    def killed(path):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", killed)
+        checkpoint.prune(tmp_path, keep=1)
+    assert checkpoint.newest(tmp_path).step == 2
+    checkpoint.prune(tmp_path, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 
 
 def test_a_save_that_dies_before_the_mark_leaves_no_checkpoint(rank, tmp_path):

@@ -25,7 +25,7 @@ from megatron_agentrl.trainer.weights_io import load_hf
 @pytest.mark.parametrize(
     ("hf", "words"),
     [
-        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
         (toy.NEMOTRON | {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
         (toy.NEMOTRON | {"norm_topk_prob": False}, "norm_topk_prob=False"),
         (toy.NEMOTRON | {"n_group": 3, "topk_group": 2}, "found 3 // 2"),
@@ -40,21 +40,12 @@ def test_what_is_not_computed_is_refused_by_name(hf, words):
 
 
 def test_topologies_that_the_model_cannot_take_are_refused_by_name():
-    for topo, words in (
-        (Topology(world=2, tp=2), "sequence_parallel=true"),
-        (Topology(world=2, cp=2), "topology.cp=2"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            transformer_config(toy.NEMOTRON, toy.recipe(topo))
+    with pytest.raises(ValueError, match="sequence_parallel=true"):
+        transformer_config(toy.NEMOTRON, toy.recipe(Topology(world=2, tp=2)))
 
 
 def test_infinity_as_transformers_writes_it():
     assert architecture(toy.NEMOTRON | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}).pattern == "M*EM-E"
-
-
-def test_what_needs_transformer_engine_says_so(rank):
-    with pytest.raises(ValueError, match="moe_latent_size.*Transformer Engine"):
-        model.build(toy.NEMOTRON | {"moe_latent_size": 24}, toy.recipe(), rank)
 
 
 def test_experts_axis_without_experts_is_refused():

@@ -183,10 +183,10 @@ def test_bf16_keeps_the_scans_decay_in_float32_and_learns(rank):
 @pytest.mark.parametrize(
     ("topo", "words"),
     [
-        (Topology(world=3, tp=2), "tp \\* pp \\* cp=2"),
-        (Topology(world=2, ep=4), "etp \\* ep \\* pp=4"),
-        (Topology(world=2, vpp=2), "vpp=2 needs"),
-        (Topology(world=2, sequence_parallel=True), "sequence_parallel needs"),
+        (Topology(world=3, tp=2), "tp·pp·cp = 2·1·1 = 2 does not divide"),
+        (Topology(world=2, ep=4), "etp·ep·pp = 1·4·1 = 4 does not divide"),
+        (Topology(world=2, vpp=2), "vpp=2: needs"),
+        (Topology(world=2, sequence_parallel=True), "sequence_parallel=true: needs"),
     ],
 )
 def test_topologies_that_cannot_be_are_refused(topo, words):

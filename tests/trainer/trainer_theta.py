@@ -35,7 +35,8 @@ class Theta(MegatronModule):
             )  # fmt: skip
         )
         self.theta = torch.nn.Parameter(torch.ones(()))
-        self.true_vocab_size = 2
+        self.logprob_chunk_tokens = 8
+        self.true_vocab_size, self.packing = 2, False
         self.model_type = ModelType.encoder_or_decoder
 
     def set_input_tensor(self, tensor: object) -> None:

@@ -22,7 +22,21 @@ QWEN = {
     "moe_intermediate_size": 28, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "hidden_act": "silu",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+LATENT = NEMOTRON | {"moe_latent_size": 24}
+LLAMA = {
+    "model_type": "llama", "vocab_size": 101, "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 52, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "max_position_embeddings": 64, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
+DENSE = LLAMA | {"model_type": "qwen3", "rope_parameters": None, "rope_theta": 1e6, "tie_word_embeddings": True}
+#: The two that every parallel case runs on, and those that run where their architecture matters.
 MODELS = {"nemotron": NEMOTRON, "qwen": QWEN}
+FURTHER = {"latent": LATENT, "llama": LLAMA, "qwen3": DENSE}
+#: Eight Mamba heads, for tensor-parallel ranks that share theirs once more over context-parallel ones.
+OTHERS = {"wide": NEMOTRON | {"mamba_num_heads": 8}}
 
 LENGTHS = (9, 7, 5, 11, 4, 8)
 TOKENS = float(sum(LENGTHS) - len(LENGTHS))
@@ -48,14 +62,15 @@ def negative_logprob(logprobs_BT: torch.Tensor, batch: MicroBatch) -> tuple[torc
     return -(logprobs_BT * mask).sum(), {"tokens": mask.sum()}
 
 
-def recipe(topology_: Topology | None = None) -> Recipe:
+def recipe(topology_: Topology | None = None, packing: bool = False) -> Recipe:
     made = Recipe()
-    made.topology = topology_ or Topology()
+    made.topology, made.train.packing = topology_ or Topology(), packing
     return made
 
 
-def build(name: str, rank: Rank, opt: Optimizer, topology_: Topology | None = None):
+def build(name: str, rank: Rank, opt: Optimizer, topology_: Topology | None = None, packing: bool = False):
     """(wrapped chunks, optimizer) of a toy model with seed 3."""
     topology.seed_everything(3)
-    chunks = optimizer.wrap(model.build(MODELS[name], recipe(topology_), rank), opt)
-    return chunks, optimizer.build(chunks, opt)
+    made = recipe(topology_, packing)
+    chunks = optimizer.wrap(model.build((MODELS | FURTHER | OTHERS)[name], made, rank), opt, made)
+    return chunks, optimizer.build(chunks, opt, made)

@@ -25,20 +25,17 @@ from megatron_agentrl.trainer.step import forward_logprobs, train_step  # noqa: 
 LAYOUTS = {
     "dp2": Topology(world=2),
     "ep2": Topology(world=2, ep=2),
-    "tp2-sp-ep2": Topology(world=2, tp=2, sequence_parallel=True, ep=2, etp=1),
-    "pp2": Topology(world=2, pp=2),
 }
 #: Data-parallel rank -> micro-batches of rows. The second form is lopsided and has an empty micro-batch.
 EVEN = {0: [(0, 1), (2,)], 1: [(3,), (4, 5)]}
 LOPSIDED = {0: [(0, 1, 2, 3), (4,)], 1: [(5,), ()]}
-WHOLE = {"even": [(0, 1), (2, 3), (4, 5)], "lopsided": [(5,), (), (0, 1, 2, 3, 4)]}  # one data-parallel rank
 
 
 def gradients(shared: Path, layout: str, name: str, rank: topology.Rank, topo: Topology) -> dict:
     """Step-1 loss and norm for both groupings, the gradients, the weights after 4 SGD steps (as checkpoints)."""
     found: dict = {}
     for grouping, plan in (("even", EVEN), ("lopsided", LOPSIDED)):
-        batches = [toy.rows(rows) for rows in (plan[rank.dp] if rank.dp_size == 2 else WHOLE[grouping])]
+        batches = [toy.rows(rows) for rows in plan[rank.dp]]
         chunks, opt = toy.build(name, rank, toy.SGD, topo)
         checkpoint.load_weights(shared / f"start-{name}", chunks)
         for step in range(1, 5):
@@ -89,8 +86,7 @@ def main() -> None:
         rank = topology.init(LAYOUTS[layout], seed=1, timeout=60)
         found[layout] = {"rank": vars(rank)}
         for name in toy.MODELS:
-            if rank.tp_size == 1 or name == "nemotron":  # the other model has three query groups
-                found[layout][name] = gradients(shared, layout, name, rank, LAYOUTS[layout])
+            found[layout][name] = gradients(shared, layout, name, rank, LAYOUTS[layout])
         if layout == "dp2":
             found["theta"] = theta_cases(rank)
         if layout == "ep2":

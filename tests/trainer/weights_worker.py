@@ -23,6 +23,7 @@ def gather(index: int, world: int, sizes: dict[str, int], folder: Path) -> None:
     at = Grid(world, split_layers(8, sizes.get("pp", 1)), **sizes).coordinates(index)
     rank = SimpleNamespace(
         rank=index, world=world, tp=at.tp_rank, tp_size=at.tp, pp=at.pp_rank, pp_size=at.pp, vpp_size=1,
+        first_stage_layers=None, last_stage_layers=None,
         cp_size=1, ep=at.ep_rank, ep_size=at.ep, etp=at.etp_rank, etp_size=at.etp,
     )  # fmt: skip
     model = shells(config, at)

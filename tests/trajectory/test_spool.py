@@ -114,6 +114,13 @@ def test_every_flipped_byte_is_refused_with_file_and_offset(tmp_path):
         reader.read(places[1])
 
 
+def test_a_missing_file_is_named(tmp_path):
+    place = filled(tmp_path)[0]
+    spool_file(tmp_path).unlink()
+    with pytest.raises(SpoolError, match=r"gateway-0-000000\.spool cannot be read \(No such file or directory\)"):
+        SpoolReader(tmp_path).read(place)
+
+
 def test_a_receipt_that_points_past_the_end_is_refused(tmp_path):
     place = filled(tmp_path)[2]
     with pytest.raises(SpoolCorrupt, match="expected"):
@@ -125,7 +132,9 @@ def test_files_roll_at_their_size_and_stay_readable(tmp_path):
     places = [writer.append(trajectory(str(number))) for number in range(12)]
     writer.close()
     assert len({place.file for place in places}) > 1
-    assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == sorted({Path(place.file).name for place in places})
+    assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == sorted(
+        {Path(place.file).name for place in places}
+    )
     reader = SpoolReader(tmp_path)
     assert [reader.read(place).rollout_id for place in places] == [str(number) for number in range(12)]
 

@@ -16,17 +16,10 @@ class Architecture:
     config: dict[str, Any]
     position: str = "none"
     rotary_base: float = 10000.0
-    rotary_percent: float = 1.0
+    rope_linear_factor: float | None = None
+    """All positions are divided by this (rope_type `linear`)."""
+    rope_llama3: dict[str, float] | None = None
+    """Llama 3's scaling of the frequencies (rope_type `llama3`): factor, low_freq_factor, high_freq_factor and
+    original_max_position_embeddings."""
     mixer: dict[str, Any] = field(default_factory=dict)
     mixer_norm_eps: float = 1e-5
-
-
-def refuse(hf: dict[str, Any], allowed: dict[str, tuple[Any, ...]]) -> None:
-    """Raise for a key that is present with a value the trainer does not compute."""
-    for key, values in allowed.items():
-        found = hf.get(key, values[0])
-        if found not in values:
-            raise ValueError(
-                f"config.json: {key}={found!r} is not supported for model_type={hf['model_type']!r} "
-                f"(supported: {', '.join(map(repr, values))})"
-            )

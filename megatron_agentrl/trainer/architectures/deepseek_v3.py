@@ -7,20 +7,12 @@ from typing import Any
 import torch.nn.functional as F
 
 from megatron_agentrl.layout.megatron import layer_pattern
-from megatron_agentrl.trainer.architectures.base import Architecture, refuse
+from megatron_agentrl.recipe.model_rules import rope_parameters
+from megatron_agentrl.trainer.architectures.base import Architecture
 
 
 def read(hf: dict[str, Any]) -> Architecture:
-    refuse(hf, {
-        "attention_bias": (False,), "hidden_act": ("silu",), "attention_dropout": (0.0, 0),
-        "rope_interleave": (True, None), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",),
-    })  # fmt: skip
     heads = hf["num_attention_heads"]
-    if (hf.get("num_key_value_heads") or heads) != heads:
-        raise ValueError(
-            f"config.json: num_key_value_heads={hf['num_key_value_heads']} is not supported for "
-            f"model_type='deepseek_v3' (latent attention has a key and a value for each of the {heads} heads)"
-        )
     pattern = layer_pattern(hf)
     config = {
         "multi_latent_attention": True,
@@ -51,23 +43,11 @@ def read(hf: dict[str, Any]) -> Architecture:
 def _rotary(hf: dict[str, Any]) -> dict[str, Any]:
     """RoPE, plain or YaRN. megatron-core scales the softmax by YaRN's factor even where RoPE is plain, so that
     factor is 1 then."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    base = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
-    if kind == "default":
+    rope = rope_parameters(hf)
+    base = rope["rope_theta"]
+    if rope["rope_type"] == "default":
         return {"rope_type": "rope", "rotary_base": base, "rotary_percent": 1.0, "rotary_scaling_factor": 1.0}
-    if kind != "yarn":
-        raise ValueError(f"config.json: rope_type={kind!r} is not supported for model_type='deepseek_v3'")
-    for key, value in {"attention_factor": None, "truncate": True, "partial_rotary_factor": 1.0}.items():
-        if rope.get(key, value) != value:
-            raise ValueError(f"config.json: {key}={rope[key]!r} of YaRN is not supported (supported: {value!r})")
     both = bool(rope.get("mscale")) and bool(rope.get("mscale_all_dim"))
-    if (
-        rope.get("mscale_all_dim") and not both
-    ):  # scales the softmax alone; megatron-core divides the rotation by it too
-        raise ValueError(
-            f"config.json: mscale_all_dim={rope['mscale_all_dim']} of YaRN without mscale is not supported; give both"
-        )
     return {
         "rope_type": "yarn",
         "rotary_base": base,
@@ -81,24 +61,11 @@ def _rotary(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(hf: dict[str, Any]) -> dict[str, Any]:
-    # megatron-core divides sigmoid scores by their sum exactly when more than one expert is chosen.
-    normalised, top_k = hf.get("norm_topk_prob", True), hf["num_experts_per_tok"]
-    if normalised != (top_k > 1):
-        raise ValueError(
-            f"config.json: norm_topk_prob={normalised} with num_experts_per_tok={top_k} is not supported "
-            f"(sigmoid scores are normalised exactly when more than one expert is chosen)"
-        )
-    # A group's score is the sum of its two best experts in the model, of its top_k // topk_group best here.
     groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
-    if groups > 1 and top_k // chosen != 2:
-        raise ValueError(
-            f"config.json: n_group={groups} is supported where num_experts_per_tok // topk_group is 2, "
-            f"found {top_k} // {chosen}"
-        )
     shared = hf.get("n_shared_experts") or 0
     return {
         "num_moe_experts": hf["n_routed_experts"],
-        "moe_router_topk": top_k,
+        "moe_router_topk": hf["num_experts_per_tok"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         "moe_shared_expert_intermediate_size": shared * hf["moe_intermediate_size"] or None,
         "moe_router_score_function": "sigmoid",

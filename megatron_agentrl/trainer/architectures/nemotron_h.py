@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megatron.core.activations import squared_relu
 
 from megatron_agentrl.layout.megatron import layer_pattern
-from megatron_agentrl.trainer.architectures.base import Architecture, refuse
-
-
-def _number(value: Any) -> float:
-    """A float that transformers may have written as {"__float__": "Infinity"}."""
-    return float(value["__float__"]) if isinstance(value, dict) else float(value)
+from megatron_agentrl.recipe.model_rules import canonical
+from megatron_agentrl.trainer.architectures.base import Architecture
 
 
 def read(hf: dict[str, Any]) -> Architecture:
     pattern = layer_pattern(hf)
-    older = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
-             "mamba_chunk_size": "chunk_size", "mamba_dt_limit": "time_step_limit",
-             "attention_head_dim": "head_dim"}  # fmt: skip
-    hf = hf | {new: hf[old] for old, new in older.items() if old in hf and new not in hf}
-    refuse(hf, {
-        "attention_bias": (False,), "mlp_bias": (False,), "use_bias": (False,), "mamba_proj_bias": (False,),
-        "use_conv_bias": (True,), "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",),
-        "sliding_window": (None,), "attention_dropout": (0.0, 0), "hidden_dropout": (0.0, 0),
-        "n_shared_experts": (1, None), "residual_in_fp32": (False,),
-    })  # fmt: skip
-    limit = tuple(map(_number, hf.get("time_step_limit", (0.0, math.inf))))
-    if limit != (0.0, math.inf):
-        raise ValueError(f"config.json: time_step_limit={limit} is not supported (only (0.0, inf))")
+    hf = canonical(hf)
     config = {
         "num_attention_heads": hf["num_attention_heads"],
         "num_query_groups": hf.get("num_key_value_heads") or hf["num_attention_heads"],
@@ -49,23 +32,10 @@ def read(hf: dict[str, Any]) -> Architecture:
             "mamba_num_heads": hf["mamba_num_heads"],
         }
     if "E" in pattern:
-        # megatron-core divides sigmoid scores by their sum exactly when more than one expert is chosen.
-        normalised, top_k = hf.get("norm_topk_prob", True), hf["num_experts_per_tok"]
-        if normalised != (top_k > 1):
-            raise ValueError(
-                f"config.json: norm_topk_prob={normalised} with num_experts_per_tok={top_k} is not supported "
-                f"(sigmoid scores are normalised exactly when more than one expert is chosen)"
-            )
-        # A group's score is the sum of its two best experts in the model, of its top_k // topk_group best here.
         groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
-        if groups > 1 and top_k // chosen != 2:
-            raise ValueError(
-                f"config.json: n_group={groups} is supported where num_experts_per_tok // topk_group is 2, "
-                f"found {top_k} // {chosen}"
-            )
         config |= {
             "num_moe_experts": hf["n_routed_experts"],
-            "moe_router_topk": top_k,
+            "moe_router_topk": hf["num_experts_per_tok"],
             "moe_ffn_hidden_size": hf["moe_intermediate_size"],
             "moe_latent_size": hf.get("moe_latent_size"),
             "moe_shared_expert_intermediate_size": hf.get("moe_shared_expert_intermediate_size"),

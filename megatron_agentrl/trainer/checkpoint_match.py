@@ -1,0 +1,73 @@
+"""Whether a distributed checkpoint is this model's, from its metadata alone, before a weight is read.
+
+Compares the keys and global shapes of the model's tensors with those in the folder; the optimizer's and everything
+else in the folder is left to the load itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor, load_tensors_metadata
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+from megatron_agentrl.trainer.hf_headers import some
+
+#: Prefix of the optimizer's keys in a checkpoint; the model's have none.
+OPTIMIZER = "optimizer."
+
+
+class OtherModel(ValueError):
+    """The checkpoint holds another model than the one it is to be read into."""
+
+
+def check_same_model(folder: Path, state: dict[str, Any]) -> None:
+    """Refuse a checkpoint whose tensors are not those of the model. Collective over all ranks.
+
+    Args:
+        folder: a complete checkpoint.
+        state: the model's sharded state dict on this rank, without the optimizer's.
+
+    Raises:
+        OtherModel: on every rank that sees a difference; naming tensors, both shapes and one way out.
+    """
+    stored = {
+        key: tuple(tensor.global_shape)
+        for key, tensor in load_tensors_metadata(str(folder)).items()
+        if not key.startswith(OPTIMIZER)
+    }
+    own = {tensor.key: tuple(tensor.global_shape) for tensor in _tensors(state)}
+    found = [f"it has no {key} {shape}" for key, shape in own.items() if key not in stored]
+    found += [
+        f"its {key} has shape {stored[key]}, the model's {shape}"
+        for key, shape in own.items()
+        if stored.get(key, shape) != shape
+    ]
+    found += [f"the model has no {key} {stored[key]}" for key in _held_by_none(sorted(stored), own)]
+    if found:
+        raise OtherModel(
+            f"{folder} is a checkpoint of another model: {some(found, 4)}; resume with the model.path it was trained "
+            "from, or start a new run"
+        )
+
+
+def _tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
+    """Every tensor of a sharded state dict; what is saved in parts under keys of its own is built into them."""
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensorFactory):
+            yield from _tensors({"built": value.build()})
+        elif isinstance(value, ShardedTensor):
+            yield value
+
+
+def _held_by_none(keys: list[str], own: dict[str, Any]) -> list[str]:
+    """Which of `keys` (the same list on every rank) no rank's model holds. One byte a key travels."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    held = torch.tensor([key in own for key in keys], dtype=torch.uint8, device=device)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return [key for key, found in zip(keys, held.tolist(), strict=True) if not found]

@@ -1,0 +1,35 @@
+"""Run as two processes by test_architecture_parity: every (layout, model) case of both, one start.
+
+argv: shared folder, then LAYOUT=PORT=MODEL,MODEL for each layout. Leaves `results-{rank}.json` and weight
+checkpoints in the folder, as trainer_worker does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from trainer_worker import LAYOUTS, gradients  # installs the CPU shim
+
+from megatron_agentrl.recipe.schema import Topology
+from megatron_agentrl.trainer import topology
+
+LAYOUTS = LAYOUTS | {"tp2-sp": Topology(world=2, tp=2, sequence_parallel=True)}
+
+
+def main() -> None:
+    shared, found = Path(sys.argv[1]), {}
+    for argument in sys.argv[2:]:
+        layout, port, names = argument.split("=")
+        os.environ["MASTER_PORT"] = port
+        rank = topology.init(LAYOUTS[layout], seed=1, timeout=60)
+        for name in names.split(","):
+            found[f"{layout} {name}"] = gradients(shared, layout, name, rank, LAYOUTS[layout])
+        topology.shutdown()
+    (shared / f"results-{rank.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
