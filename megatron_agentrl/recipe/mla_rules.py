@@ -16,8 +16,8 @@ def latent_topology_problems(topology: Topology, config: dict[str, Any]) -> Iter
         return
     if topology.cp > 1:
         yield (
-            f"topology.cp={topology.cp}: latent attention over context-parallel ranks has not been compared with one "
-            "process; set topology.cp=1"
+            f"topology.cp={topology.cp}: no test holds latent attention over context-parallel ranks equal to one process "
+            "yet; set topology.cp=1"
         )
     if tp > 1 and not topology.sequence_parallel:
         yield (
