@@ -94,7 +94,8 @@ def _weight_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:
 
     folder = Path(recipe.model.path)
     try:
-        expected = hf_tensors(config)
+        heads = recipe.model.mtp.train and mode != "eval"
+        expected = hf_tensors(config, heads)
         if recipe.model.init is Init.random and mode != "eval":
             return
         stored = locate(folder, dict(architecture(config).ALIASES))
@@ -104,7 +105,7 @@ def _weight_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:
     except WeightsError as error:
         yield f"model.path={folder}: {error}; save the model there again"
         return
-    if found := differences(config, {name: tensor.shape for name, tensor in stored.items()}):
+    if found := differences(config, {name: tensor.shape for name, tensor in stored.items()}, heads):
         yield (
             f"model.path={folder}: the weights are not the model of config.json ({len(stored)} tensors, expected "
             f"{len(expected)}): {some(found, 3)}; put the two files of one model there"

@@ -66,7 +66,7 @@ def main() -> None:
         if resume_at is None:
             if recipe.model.init is Init.random:
                 if t.first:
-                    write_random(args.run / "init", source, recipe.seed)
+                    write_random(args.run / "init", source, recipe.seed, heads=recipe.model.mtp.train)
                 torch.distributed.barrier()
                 source = args.run / "init"
             load_hf(models, hf_config, source, rank)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
+from megatron_agentrl.recipe.mla_rules import latent_topology_problems
 from megatron_agentrl.recipe.packing_rules import context_parallel_problems
 from megatron_agentrl.recipe.schema import Dispatcher, Recipe, Topology
 
@@ -36,6 +37,7 @@ def topology_problems(topology: Topology, config: dict[str, Any] | None = None) 
         yield from _expert_problems(topology, config)
     yield from _communication_problems(topology)
     yield from context_parallel_problems(topology, config)
+    yield from latent_topology_problems(topology, config)
 
 
 def data_parallel_problems(recipe: Recipe) -> Iterator[str]:
@@ -185,7 +187,8 @@ def _tensor_faults(tp: int, config: dict[str, Any]) -> Iterator[str]:
     if "-" in pattern:
         counts.append(("MLP columns (intermediate_size)", config.get("intermediate_size")))
     if "E" in pattern:
-        counts.append(("shared-expert columns", config.get("moe_shared_expert_intermediate_size")))
+        shared = (config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0)
+        counts.append(("shared-expert columns", config.get("moe_shared_expert_intermediate_size") or shared))
     for what, count in counts:
         if count and count % tp:
             yield f"the model has {count} {what}, which tp does not divide"

@@ -49,7 +49,7 @@ class Held:
     padding   elements that stand for no element of the checkpoint
     ranks     every rank that holds the same elements, in ascending order
     copy      True for a second copy of a tensor that another parameter already stands for (a tied head on a later
-              pipeline stage)
+              pipeline stage, the embedding that prediction heads read there)
     sources   rows and columns of the checkpoint's tensors that it is made of
     """
 
@@ -119,7 +119,7 @@ def inspect(hf: dict[str, Any], recipe: Recipe, rank: int) -> Inspection:
             _held(hf, grid, at, spans, layout, built[layout.chunk].get(layout.name, tensor))
             for layout, tensor in placed(chunks, hf, at)
         )
-    whole = sum(torch.Size(shape).numel() for shape in hf_tensors(hf).values())
+    whole = sum(torch.Size(shape).numel() for shape in hf_tensors(hf, heads=recipe.model.mtp.train).values())
     return Inspection(at, layer_pattern(hf), spans, held, whole)
 
 
@@ -196,7 +196,7 @@ def _held(
         dtype=torch.float32 if layout.dtype_rule is DtypeRule.fp32 else tensor.dtype,
         padding=sum(pad.rows * pad.cols for pad in layout.padding),
         ranks=ranks,
-        copy=table and layout.name != "embedding.word_embeddings.weight",
+        copy=table and not (layout.name == "embedding.word_embeddings.weight" and at.pp == 0),
         sources=layout.boxes,
     )
 

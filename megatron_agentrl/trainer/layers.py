@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+)
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as te_stack_spec
@@ -25,11 +30,18 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
@@ -39,6 +51,8 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_agentrl.trainer.attention import LocalCoreAttention
 from megatron_agentrl.trainer.latent_experts import LocalMoELayer
+from megatron_agentrl.trainer.mla import LatentCoreAttention, LatentSelfAttention
+from megatron_agentrl.trainer.mtp import PredictionHead
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -107,8 +121,17 @@ def _local_moe() -> Any:
     )
 
 
+def _prediction_heads(norm: Any, linear: Any) -> ModuleSpec:
+    """Multi-token-prediction heads; their inner layers are the stack's own."""
+    parts = MultiTokenPredictionLayerSubmodules(enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=linear)
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules([ModuleSpec(module=PredictionHead, submodules=parts)]),
+    )
+
+
 def local_stack_spec(mixer: dict[str, Any]) -> ModuleSpec:
-    """The hybrid stack on torch layers: M Mamba-2, * attention, E mixture of experts, - MLP.
+    """The hybrid stack on torch layers: M Mamba-2, * attention, E mixture of experts, - MLP, + latent attention.
 
     Args:
         mixer: further keyword arguments of MambaMixer (convolution width, chunk size).
@@ -144,6 +167,28 @@ def local_stack_spec(mixer: dict[str, Any]) -> ModuleSpec:
                     self_attn_bda=get_bias_dropout_add,
                 ),
             ),
+            mla_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=RMSNorm,
+                    self_attention=ModuleSpec(
+                        module=LatentSelfAttention,
+                        params={"attn_mask_type": AttnMaskType.causal},
+                        submodules=MLASelfAttentionSubmodules(
+                            linear_q_proj=ColumnParallelLinear,
+                            linear_q_down_proj=ColumnParallelLinear,
+                            linear_q_up_proj=NormColumnParallelLinear,
+                            linear_kv_down_proj=ColumnParallelLinear,
+                            linear_kv_up_proj=NormColumnParallelLinear,
+                            core_attention=LatentCoreAttention,
+                            linear_proj=RowParallelLinear,
+                            q_layernorm=IdentityOp,
+                            kv_layernorm=IdentityOp,
+                        ),
+                    ),
+                    self_attn_bda=get_bias_dropout_add,
+                ),
+            ),
             mlp_layer=ModuleSpec(
                 module=MLPLayer,
                 submodules=TransformerLayerSubmodules(
@@ -160,6 +205,7 @@ def local_stack_spec(mixer: dict[str, Any]) -> ModuleSpec:
                     pre_mlp_layernorm=RMSNorm, mlp=_local_moe(), mlp_bda=get_bias_dropout_add
                 ),
             ),
+            mtp_block_spec=_prediction_heads(RMSNorm, ColumnParallelLinear),
         ),
     )
 
@@ -179,10 +225,13 @@ def stack_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
             experts.mlp.func,
             submodules=MoESubmodules(experts=found.experts, shared_experts=found.shared_experts, router=Router),
         )
+        attention = spec.submodules.mla_layer.submodules.self_attention
+        attention.module = LatentSelfAttention
+        attention.submodules.linear_q_up_proj = TELayerNormColumnParallelLinear
+        attention.submodules.linear_kv_up_proj = TELayerNormColumnParallelLinear
+        spec.submodules.mtp_block_spec = _prediction_heads(TENorm, TEColumnParallelLinear)
         return spec
-    for feature, used in (
-        ("fp8", bool(config.fp8)),
-    ):
+    for feature, used in (("fp8", bool(config.fp8)),):
         if used:
             raise ValueError(f"{feature} needs Transformer Engine, which is not installed; install it or turn it off")
     spec = local_stack_spec(mixer)

@@ -115,6 +115,7 @@ def _warm_start_step(t: Trainer, optimizer: Any, rows: list[tuple[list[int], lis
                 "lr": lr,
                 "tokens": result.tokens,
                 **_scaling(t.recipe, result),
+                **{k: v / result.tokens for k, v in result.metrics.items() if k == "mtp_cross_entropy"},
                 "seconds": seconds,
             },
         )
@@ -316,7 +317,8 @@ def publish_version(t: Trainer, version: int) -> None:
     rows = canary.score(t.models, t.hf_config["vocab_size"], t.recipe.weights.canary_tokens, seed=t.recipe.seed)
     settle(t.models)
     dtype = TORCH_DTYPE[t.recipe.rollout.dtype]
-    tensors = iterate_hf(t.models, t.hf_config, t.rank, dtype)
+    # An engine that does not draft has no place for the heads of multi-token prediction.
+    tensors = iterate_hf(t.models, t.hf_config, t.rank, dtype, heads=False)
     if not t.first:
         for _ in tensors:
             pass

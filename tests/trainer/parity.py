@@ -19,12 +19,13 @@ if __name__ == "__main__":
 
     megatron.install()
 
+import mtp_toy
 import processes
 import torch
 import trainer_toy as toy
 from safetensors.torch import load_file, save_file
 
-from megatron_agentrl.recipe.schema import Dispatcher, Optimizer, Topology
+from megatron_agentrl.recipe.schema import Dispatcher, Optimizer, Recipe, Topology
 from megatron_agentrl.recipe.topology_rules import topology_problems
 from megatron_agentrl.trainer import model, optimizer, topology
 from megatron_agentrl.trainer.batch import MicroBatch
@@ -40,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Nemotron-H MoE": toy.NEMOTRON,
     "Nemotron-H dense": toy.NEMOTRON | {"hybrid_override_pattern": "M*-M-*"},
     "Qwen3-MoE": toy.QWEN | {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "DeepSeek-V3 + MTP": mtp_toy.DEEPSEEK,
 }
 
 #: Name -> topology. A world of 2 is in the fast tests, larger ones are slow.
@@ -52,6 +54,7 @@ LAYOUTS: dict[str, Topology] = {
     "EP2 allgather": Topology(world=2, ep=2, dispatcher=Dispatcher.allgather),
     "DP2 overlap": Topology(world=2, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=2000),
     "DP2 whole optimizer": Topology(world=2, distributed_optimizer=False),
+    "CP2": Topology(world=2, cp=2),
     "TP2xEP2": Topology(world=2, tp=2, sequence_parallel=True, ep=2, etp=1),
     "PP3 uneven": Topology(world=3, pp=3, first_stage_layers=1, last_stage_layers=3),
     "PP2xEP2": Topology(world=4, pp=2, ep=2),
@@ -104,11 +107,16 @@ def refusal(layout: str, name: str) -> str:
 # ---- in each process -------------------------------------------------------------------------------------------
 
 
+def recipe(name: str, sizes: Topology | None = None) -> Recipe:
+    """Prediction heads are trained where the model has them."""
+    return (mtp_toy if MODELS[name].get("num_nextn_predict_layers") else toy).recipe(sizes)
+
+
 def build(name: str, rank: Rank, opt: Optimizer, sizes: Topology, start: Path) -> tuple[list[Any], Any]:
-    chunks = model.build(MODELS[name], toy.recipe(sizes), rank)
+    chunks = model.build(MODELS[name], recipe(name, sizes), rank)
     if start.exists():
         load_hf(chunks, MODELS[name], start, rank)
-    chunks = optimizer.wrap(chunks, opt, toy.recipe(sizes))
+    chunks = optimizer.wrap(chunks, opt, recipe(name, sizes))
     return chunks, optimizer.build(chunks, opt)
 
 
@@ -153,7 +161,7 @@ def write_starts(shared: Path, rank: Rank) -> None:
     """The weights that every layout starts from, as Hugging Face folders. One process."""
     for name, config in MODELS.items():
         topology.seed_everything(3)
-        chunks = model.build(config, toy.recipe(), rank)
+        chunks = model.build(config, recipe(name), rank)
         folder = shared / name
         folder.mkdir()
         tensors = iterate_hf(chunks, config, rank, torch.float32)

@@ -66,7 +66,8 @@ def test_equals_one_process_too(slow, pair):
 def test_what_cannot_be_is_just_what_megatron_core_or_the_model_excludes():
     refused = {pair for world in (2, 3, 4) for pair in parity.cells(world) if parity.refusal(*pair)}
     dense = {layout for layout, sizes in parity.LAYOUTS.items() if sizes.ep > 1}
-    assert refused == {("TP2", "Nemotron-H MoE"), ("TP2", "Qwen3-MoE")} | {
+    latent = {(layout, "DeepSeek-V3 + MTP") for layout in ("TP2", "CP2")}
+    assert refused == latent | {("TP2", "Nemotron-H MoE"), ("TP2", "Qwen3-MoE")} | {
         (layout, "Nemotron-H dense") for layout in dense
     }
 
