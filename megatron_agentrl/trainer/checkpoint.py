@@ -71,7 +71,11 @@ def save(
             complete: whatever it adds there (a ledger's snapshot) is part of the checkpoint.
 
     Returns the final folder. An existing `step_{step}` is replaced.
+
+    Raises:
+        ValueError: before anything is written, for optimizer state that megatron-core would save displaced.
     """
+    _refuse_several_buckets(models)
     folder = Path(folder)
     final, tmp = folder / f"step_{step}", folder / f"step_{step}.tmp"
     text = json.dumps(extra, indent=1)  # refused before anything is written
@@ -299,6 +303,18 @@ def _put_model(models: list[Any], loaded: dict[str, Any]) -> None:
         missing = [name for name in missing if "_extra_state" not in name]
         if missing or unexpected:
             raise IncompleteCheckpoint(f"model chunk {index}: missing {missing}, unexpected {list(unexpected)}")
+
+
+def _refuse_several_buckets(models: list[Any]) -> None:
+    """megatron-core 0.19.2 gathers a sharded state without the padding between buckets but cuts it as if it were there:
+    with more than one bucket, float32 weights and moments would be saved under other parameters' elements."""
+    for chunk in models:
+        most = max((len(b.buckets) for b in chunk.buffers + chunk.expert_parallel_buffers), default=1)
+        if chunk.ddp_config.use_distributed_optimizer and most > 1:
+            raise ValueError(
+                f"the gradients of a model chunk travel in {most} buckets, whose sharded optimizer state cannot be saved "
+                "exactly yet; set topology.overlap_grad_reduce=false, or a topology.bucket_size that holds all of them"
+            )
 
 
 def _is_whole(optimizer: Any) -> bool:
