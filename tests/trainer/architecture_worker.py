@@ -11,12 +11,17 @@ import sys
 from pathlib import Path
 
 import processes
-from trainer_worker import LAYOUTS, gradients  # installs the CPU shim
+from trainer_worker import gradients  # installs the CPU shim
 
 from megatron_agentrl.recipe.schema import Topology
 from megatron_agentrl.trainer import topology
 
-LAYOUTS = LAYOUTS | {"tp2-sp": Topology(world=2, tp=2, sequence_parallel=True)}
+LAYOUTS = {
+    "ep2": Topology(world=2, ep=2),
+    "tp2-sp": Topology(world=2, tp=2, sequence_parallel=True),
+    "tp2-sp-ep2": Topology(world=2, tp=2, sequence_parallel=True, ep=2, etp=1),
+    "pp2": Topology(world=2, pp=2),
+}
 
 
 def main() -> None:

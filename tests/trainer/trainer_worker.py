@@ -29,13 +29,14 @@ LAYOUTS = {
 #: Data-parallel rank -> micro-batches of rows. The second form is lopsided and has an empty micro-batch.
 EVEN = {0: [(0, 1), (2,)], 1: [(3,), (4, 5)]}
 LOPSIDED = {0: [(0, 1, 2, 3), (4,)], 1: [(5,), ()]}
+WHOLE = {"even": [(0, 1), (2, 3), (4, 5)], "lopsided": [(5,), (), (0, 1, 2, 3, 4)]}  # one data-parallel rank
 
 
 def gradients(shared: Path, layout: str, name: str, rank: topology.Rank, topo: Topology) -> dict:
     """Step-1 loss and norm for both groupings, the gradients, the weights after 4 SGD steps (as checkpoints)."""
     found: dict = {}
     for grouping, plan in (("even", EVEN), ("lopsided", LOPSIDED)):
-        batches = [toy.rows(rows) for rows in plan[rank.dp]]
+        batches = [toy.rows(rows) for rows in (plan[rank.dp] if rank.dp_size == 2 else WHOLE[grouping])]
         chunks, opt = toy.build(name, rank, toy.SGD, topo)
         checkpoint.load_weights(shared / f"start-{name}", chunks)
         for step in range(1, 5):
