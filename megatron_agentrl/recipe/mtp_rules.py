@@ -41,6 +41,12 @@ def mtp_problems(recipe: Recipe, config: dict[str, Any] | None) -> Iterator[str]
             f"model.mtp.train=true: a head reads the next token, which another context-parallel rank may hold, found "
             f"topology.cp={recipe.topology.cp}; set topology.cp=1"
         )
+    if recipe.topology.pp > 1 and recipe.topology.overlap_grad_reduce and mtp.detach:
+        yield (
+            "model.mtp.train=true: with topology.overlap_grad_reduce megatron-core waits for a gradient of the last stage's "
+            f"embedding, which detached heads do not give (topology.pp={recipe.topology.pp}); set "
+            "topology.overlap_grad_reduce=false"
+        )
     if recipe.train.packing:
         yield (
             "model.mtp.train=true: a head's ids and labels are shifted within padded rows, not within the sequences of a "

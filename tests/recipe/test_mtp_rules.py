@@ -28,6 +28,7 @@ def test_heads_may_be_trained_where_the_model_has_them_and_left_alone_anywhere(c
         (Mtp(train=True), WITH | {"num_nextn_predict_layers": 0}, {}, "num_nextn_predict_layers is 0"),
         (Mtp(train=True), WITH | {"model_type": "qwen3_moe"}, {}, "heads of a 'qwen3_moe' model are not trained here"),
         (Mtp(train=True), WITH | {"tie_word_embeddings": True}, {"world": 2, "pp": 2}, "set topology.pp=1"),
+        (Mtp(train=True), WITH, {"world": 2, "pp": 2, "overlap_grad_reduce": True}, "set topology.overlap_grad_reduce=false"),
         (Mtp(train=True), WITH, {"world": 2, "cp": 2}, "found topology.cp=2; set topology.cp=1"),
         (Mtp(loss_weight=0.3), WITH, {}, "model.mtp.loss_weight=0.3: has no effect with model.mtp.train=false"),
         (Mtp(detach=False), WITH, {}, "model.mtp.detach=false: has no effect with model.mtp.train=false"),

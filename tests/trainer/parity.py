@@ -25,6 +25,7 @@ import torch
 import trainer_toy as toy
 from safetensors.torch import load_file, save_file
 
+from megatron_agentrl.recipe.mtp_rules import mtp_problems
 from megatron_agentrl.recipe.schema import Dispatcher, Optimizer, Recipe, Topology
 from megatron_agentrl.recipe.topology_rules import topology_problems
 from megatron_agentrl.trainer import model, optimizer, topology
@@ -101,7 +102,10 @@ class Cell:
 
 def refusal(layout: str, name: str) -> str:
     """Why `check` refuses the cell; "" where it does not."""
-    return "; ".join(topology_problems(LAYOUTS[layout], MODELS[name]))
+    found = list(topology_problems(LAYOUTS[layout], MODELS[name]))
+    if MODELS[name].get("num_nextn_predict_layers") and not found:
+        found = list(mtp_problems(mtp_toy.recipe(LAYOUTS[layout]), MODELS[name]))
+    return "; ".join(found)
 
 
 # ---- in each process -------------------------------------------------------------------------------------------
