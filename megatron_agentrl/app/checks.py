@@ -89,19 +89,19 @@ def _names(tree: ast.Module) -> set[str]:
 
 def _weight_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:
     """Whether config.json has a layout, and whether the folder's weights are that model: by their headers alone."""
-    # Imported here: reading headers takes safetensors and numpy.
-    from megatron_agentrl.trainer.hf_headers import WeightsError, differences, locate, some
-
-    folder = Path(recipe.model.path)
+    folder, heads = Path(recipe.model.path), recipe.model.mtp.train and mode != "eval"
     try:
-        heads = recipe.model.mtp.train and mode != "eval"
         expected = hf_tensors(config, heads)
-        if recipe.model.init is Init.random and mode != "eval":
-            return
-        stored = locate(folder, dict(architecture(config).ALIASES))
     except LayoutError as error:
         yield f"model.path={folder}: {error}"
         return
+    if recipe.model.init is Init.random and mode != "eval":
+        return
+    # Imported here: reading headers takes safetensors and numpy.
+    from megatron_agentrl.trainer.hf_headers import WeightsError, differences, locate, some
+
+    try:
+        stored = locate(folder, dict(architecture(config).ALIASES))
     except WeightsError as error:
         yield f"model.path={folder}: {error}; save the model there again"
         return

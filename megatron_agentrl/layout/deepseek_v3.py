@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from megatron_agentrl.layout.boxes import LayoutError
 from megatron_agentrl.layout.config import Config, refuse, size
+from megatron_agentrl.layout.decoder import dense_mlp, embedding, final_norm, gated, head, routed_experts, router
 from megatron_agentrl.layout.entries import Entry, Source, columns, replicated, rows
 from megatron_agentrl.layout.heads import Head, head_of
+
+__all__ = ["embedding", "final_norm", "head"]  # the tables outside of the layers are those of other decoders
 
 ALIASES: tuple[tuple[str, str], ...] = ()
 IGNORED = (r".*\.rotary_emb\.inv_freq",)
@@ -24,18 +27,6 @@ def pattern(config: Config) -> str:
     if not isinstance(dense, int) or not 0 <= dense <= layers:
         raise LayoutError(f"config.json: first_k_dense_replace={dense!r}, expected 0 to num_hidden_layers = {layers}")
     return "+-" * dense + "+E" * (layers - dense)
-
-
-def embedding(config: Config) -> Source:
-    return Source("model.embed_tokens.weight", (size(config, "vocab_size"), size(config, "hidden_size")))
-
-
-def head(config: Config) -> Source:
-    return Source("lm_head.weight", (size(config, "vocab_size"), size(config, "hidden_size")))
-
-
-def final_norm(config: Config) -> Source:
-    return Source("model.norm.weight", (size(config, "hidden_size"),))
 
 
 def layer(config: Config, index: int) -> list[Entry]:
@@ -81,37 +72,23 @@ def _head_layers(config: Config) -> range:
 def _layer(config: Config, letter: str, at: str) -> list[Entry]:
     """Entries of one hybrid layer of kind `letter`, whose disk names begin with `at`."""
     refuse(config, attention_bias=False)
-    h = size(config, "hidden_size")
 
     def hf(name: str, *shape: int) -> Source:
         return Source(at + name, shape)
 
-    def gated(prefix: str, ffn: int) -> tuple[Source, Source, Source]:
-        gate, up = (hf(f"{prefix}.{name}_proj.weight", ffn, h) for name in ("gate", "up"))
-        return gate, up, hf(f"{prefix}.down_proj.weight", h, ffn)
-
     if letter == "+":
         return _latent_attention(config, hf)
-    norm = hf("post_attention_layernorm.weight", h)
     if letter == "-":
-        gate, up, down = gated("mlp", size(config, "intermediate_size"))
-        return [
-            replicated("mlp.linear_fc1.layer_norm_weight", norm),
-            rows("mlp.linear_fc1.weight", gate, up),
-            columns("mlp.linear_fc2.weight", down),
-        ]
-    experts, ffn = size(config, "n_routed_experts"), size(config, "moe_intermediate_size")
+        return dense_mlp(config, at)
+    count, bias = size(config, "n_routed_experts"), "mlp.gate.e_score_correction_bias"
     found = [
-        replicated("pre_mlp_layernorm.weight", norm),
-        replicated("mlp.router.weight", hf("mlp.gate.weight", experts, h)),
-        replicated("mlp.router.expert_bias", hf("mlp.gate.e_score_correction_bias", experts), fp32=True),
+        *router(config, at, count),
+        replicated("mlp.router.expert_bias", hf(bias, count), fp32=True),
+        *routed_experts(config, at, count),
     ]
-    for e in range(experts):
-        gate, up, down = gated(f"mlp.experts.{e}", ffn)
-        found.append(rows("linear_fc1.weight", gate, up, group="etp", expert=e))
-        found.append(columns("linear_fc2.weight", down, group="etp", expert=e))
     if config.get("n_shared_experts"):
-        gate, up, down = gated("mlp.shared_experts", size(config, "n_shared_experts") * ffn)
+        ffn = size(config, "n_shared_experts") * size(config, "moe_intermediate_size")
+        gate, up, down = gated(config, at + "mlp.shared_experts", ffn)
         found.append(rows("mlp.shared_experts.linear_fc1.weight", gate, up))
         found.append(columns("mlp.shared_experts.linear_fc2.weight", down))
     return found

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
+from megatron_agentrl.recipe.precision_rules import transformer_engine_missing
 from megatron_agentrl.recipe.schema import Recipe, Topology
 
 
@@ -24,7 +24,7 @@ def latent_topology_problems(topology: Topology, config: dict[str, Any]) -> Iter
             f"topology.tp={tp}: with latent attention needs topology.sequence_parallel=true, else the rotary key's "
             "gradient is not summed over the ranks; set it"
         )
-    if find_spec("transformer_engine") is not None:
+    if transformer_engine_missing() is None:
         return  # it holds the down projections whole
     for name, size in (
         ("q_lora_rank", config.get("q_lora_rank") or 0),

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_agentrl.recipe.model_kinds import WORDS
+
 Config = dict[str, Any]
 
 #: Spellings that older remote code or transformers wrote, by the name that is read.
@@ -309,8 +311,6 @@ _NEMOTRON_ONLY: dict[str, tuple[Any, ...]] = {
     "residual_in_fp32": (False, None),
     "tie_word_embeddings": (False, None),  # transformers and vLLM give these models a head of their own all the same
 }
-_NEMOTRON_LETTERS = {"linear_attention": "M", "mamba": "M", "mamba2": "M", "full_attention": "*", "attention": "*",
-                     "moe": "E", "mlp": "-"}  # fmt: skip
 _NEMOTRON_NEEDS = {
     "M": ["ssm_state_size", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel"],
     "*": ["head_dim", "num_key_value_heads"],
@@ -322,7 +322,7 @@ _NEMOTRON_NEEDS = {
 def _layers(config: Config) -> list[str]:
     """A letter or an unknown word for each layer; empty where config.json does not say."""
     found = config.get("hybrid_override_pattern") or config.get("layers_block_type") or config.get("layer_types") or ()
-    return [_NEMOTRON_LETTERS.get(kind, kind) for kind in found]
+    return [WORDS.get(kind, kind) for kind in found]
 
 
 def _head_layers(config: Config) -> list[str]:
@@ -330,7 +330,7 @@ def _head_layers(config: Config) -> list[str]:
     if not config.get("num_nextn_predict_layers"):
         return []
     found = config.get("mtp_hybrid_override_pattern") or config.get("mtp_layers_block_type") or "*E"
-    return [_NEMOTRON_LETTERS.get(kind, kind) for kind in found]
+    return [WORDS.get(kind, kind) for kind in found]
 
 
 def _nemotron_required(config: Config) -> list[str]:
@@ -350,7 +350,7 @@ def _nemotron_special(config: Config) -> Iterator[str]:
     if unknown := sorted((set(letters) | set(_head_layers(config))) - set(_NEMOTRON_NEEDS)):
         yield (
             f"config.json: layer kinds {', '.join(map(repr, unknown))} are unknown; expected "
-            f"{', '.join(_NEMOTRON_LETTERS)} or a pattern of M * E -; choose a model of those"
+            f"{', '.join(WORDS)} or a pattern of M * E -; choose a model of those"
         )
     count = config.get("num_hidden_layers")
     if letters and count is not None and count != len(letters):

@@ -141,17 +141,7 @@ def simulated(rank: int, sizes: Topology) -> Iterator[Rank]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=sizes.world)
     try:
         parallel_state.create_group = create_own
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=sizes.tp,
-            pipeline_model_parallel_size=sizes.pp,
-            virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
-            context_parallel_size=sizes.cp,
-            expert_model_parallel_size=sizes.ep,
-            expert_tensor_parallel_size=sizes.etp,
-            create_gloo_process_groups=False,
-        )
-        topology.seed_everything(0)
-        yield topology.current("cpu", sizes.vpp, sizes.first_stage_layers, sizes.last_stage_layers)
+        yield topology.make_groups(sizes, seed=0, create_gloo_process_groups=False)
     finally:
         parallel_state.create_group = create
         parallel_state.destroy_model_parallel()

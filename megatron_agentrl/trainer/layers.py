@@ -231,9 +231,8 @@ def stack_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
         attention.submodules.linear_kv_up_proj = TELayerNormColumnParallelLinear
         spec.submodules.mtp_block_spec = _prediction_heads(TENorm, TEColumnParallelLinear)
         return spec
-    for feature, used in (("fp8", bool(config.fp8)),):
-        if used:
-            raise ValueError(f"{feature} needs Transformer Engine, which is not installed; install it or turn it off")
+    if config.fp8:
+        raise ValueError("fp8 needs Transformer Engine, which is not installed; install it or turn it off")
     spec = local_stack_spec(mixer)
     if not config.qk_layernorm:
         attention = spec.submodules.attention_layer.submodules.self_attention.submodules

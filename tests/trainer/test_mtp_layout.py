@@ -10,7 +10,6 @@ import pytest
 import torch
 from layout_configs import whole
 from safetensors.torch import save_file
-from test_weights_io import as_rank
 
 from megatron_agentrl.layout.boxes import check_cover, check_tiling
 from megatron_agentrl.layout.megatron import (
@@ -24,6 +23,7 @@ from megatron_agentrl.layout.megatron import (
 )
 from megatron_agentrl.recipe.schema import Topology
 from megatron_agentrl.trainer import layers, mla, model
+from megatron_agentrl.trainer.inspect import simulated
 from megatron_agentrl.trainer.weights_io import coordinates_of, grid_of, load_hf
 
 
@@ -57,7 +57,7 @@ def test_every_rank_fills_all_its_parameters_and_together_they_are_the_checkpoin
     save_file(expected, tmp_path / "model.safetensors")
     held = []
     for index in range(sizes.world):
-        with as_rank(index, sizes) as rank:
+        with simulated(index, sizes) as rank:
             recipe = mtp_toy.recipe(replace(sizes, sequence_parallel=sizes.tp > 1))
             chunks = model.build(config, recipe, rank)
             found = {}
@@ -89,7 +89,7 @@ def test_whether_down_projections_are_whole_is_read_from_the_specification():
 
 def test_heads_over_a_pipeline_with_tied_embeddings_are_megatron_cores_to_refuse(monkeypatch):
     config, sizes = mtp_toy.DEEPSEEK | {"tie_word_embeddings": True}, Topology(world=2, pp=2)
-    with as_rank(1, sizes) as rank:
+    with simulated(1, sizes) as rank:
         with pytest.raises(ValueError, match="megatron-core cannot save heads over a pipeline"):
             model.build(config, mtp_toy.recipe(sizes), rank)
         monkeypatch.setattr("megatron_agentrl.trainer.config.mtp_problems", lambda recipe, hf: [])  # its reason:
