@@ -72,10 +72,11 @@ class Padding:
 class ParameterLayout:
     """One parameter (or persistent buffer) of one rank.
 
-    name     the parameter's name inside its model chunk
-    shape    its local shape
-    boxes    where its elements come from; with `padding` they tile it exactly once
-    chunk    index of the rank's model chunk (virtual pipeline stage)
+    name       the parameter's name inside its model chunk
+    shape      its local shape
+    boxes      where its elements come from; with `padding` they tile it exactly once
+    chunk      index of the rank's model chunk (virtual pipeline stage)
+    row_dims   leading dimensions that are rows of the local matrix: 2 for stacked experts [E, F, H], E*F x H
     """
 
     name: str
@@ -85,6 +86,12 @@ class ParameterLayout:
     dtype_rule: DtypeRule = DtypeRule.compute
     element_rule: ElementRule = ElementRule.copy
     chunk: int = 0
+    row_dims: int = 1
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the local matrix that the boxes' `row` and `col` count in."""
+        return matrix_shape((prod(self.shape[: self.row_dims]), *self.shape[self.row_dims :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,7 @@ def check_tiling(layout: ParameterLayout) -> None:
     """Raise LayoutError unless boxes and padding cover the local matrix, each element exactly once."""
     rectangles = [(b.row, b.row + b.rows, b.col, b.col + b.cols, b.tensor) for b in layout.boxes]
     rectangles += [(p.row, p.row + p.rows, p.col, p.col + p.cols, "padding") for p in layout.padding]
-    _check_exact_cover(rectangles, matrix_shape(layout.shape), f"parameter {layout.name} {layout.shape}")
+    _check_exact_cover(rectangles, layout.matrix, f"parameter {layout.name} {layout.shape}")
 
 
 def check_cover(tensor: str, shape: Sequence[int], boxes: Iterable[Box]) -> None:

@@ -8,11 +8,17 @@ a mixture of experts or a dense MLP (2l + 1).
 from __future__ import annotations
 
 from megatron_agentrl.layout.config import Config, refuse, size
-from megatron_agentrl.layout.entries import Entry, Source, columns, query_groups, replicated, rows
+from megatron_agentrl.layout.entries import EngineTable, Entry, Source, columns, query_groups, replicated, rows
 
 ALIASES: tuple[tuple[str, str], ...] = ()
 IGNORED = (r".*\.rotary_emb\.inv_freq",)
 CARRIED: tuple[str, ...] = ()
+
+ENGINES = {
+    "llama": EngineTable("LlamaForCausalLM", layer=2),
+    "qwen3": EngineTable("Qwen3ForCausalLM", layer=2),
+    "qwen3_moe": EngineTable("Qwen3MoeForCausalLM", layer=2, ends_everywhere=True),
+}
 
 #: Model types whose queries and keys pass an RMSNorm of one head each.
 NORMED = ("qwen3", "qwen3_moe")

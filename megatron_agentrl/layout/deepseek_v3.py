@@ -10,7 +10,7 @@ from __future__ import annotations
 from megatron_agentrl.layout.boxes import LayoutError
 from megatron_agentrl.layout.config import Config, refuse, size
 from megatron_agentrl.layout.decoder import dense_mlp, embedding, final_norm, gated, head, routed_experts, router
-from megatron_agentrl.layout.entries import Entry, Source, columns, replicated, rows
+from megatron_agentrl.layout.entries import EngineTable, Entry, Source, columns, replicated, rows
 from megatron_agentrl.layout.heads import Head, head_of
 
 __all__ = ["embedding", "final_norm", "head"]  # the tables outside of the layers are those of other decoders
@@ -18,6 +18,7 @@ __all__ = ["embedding", "final_norm", "head"]  # the tables outside of the layer
 ALIASES: tuple[tuple[str, str], ...] = ()
 IGNORED = (r".*\.rotary_emb\.inv_freq",)
 CARRIED: tuple[str, ...] = ()
+ENGINES = {"deepseek_v3": EngineTable("DeepseekV3ForCausalLM", layer=2, ties=False)}
 
 
 def pattern(config: Config) -> str:

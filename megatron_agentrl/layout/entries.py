@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_agentrl.layout.boxes import Box, LayoutError, Padding, matrix_shape
+from megatron_agentrl.layout.boxes import Box, ElementRule, LayoutError, Padding, matrix_shape
 
 Split = Literal["none", "rows", "columns"]
 
@@ -24,6 +24,24 @@ class Source:
 
     name: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTable:
+    """What a model type's table says about vLLM beyond its entries.
+
+    model             vLLM's model class
+    renamed           (part of a disk name, what vLLM calls it), applied in this order
+    layer             hybrid entries that make up one vLLM layer
+    ties              with `tie_word_embeddings` the head is the embedding's parameter; False: it has one of its own
+    ends_everywhere   each pipeline stage has embedding, final norm and head, used or not; False: only the outer ones
+    """
+
+    model: str
+    renamed: tuple[tuple[str, str], ...] = ()
+    layer: int = 1
+    ties: bool = True
+    ends_everywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +69,12 @@ class Entry:
     expert    global expert id, None for anything that every expert-parallel rank holds
     shares    True where `sources` already belong to another entry (tied head): loaded here, exported there
     latent    MLA's down projections: cut as `split` says in a local build, held whole with Transformer Engine
+    groups    query groups of a fused QKV (one block of interleaved groups); None for anything else
+
+    What the engine does otherwise than the trainer (`layout.engine`):
+
+    engine_fp32  whether it stays fp32 there too; None is as `fp32` says
+    engine_rule  what it does to each element
     """
 
     name: str
@@ -62,6 +86,9 @@ class Entry:
     fp32: bool = False
     shares: bool = False
     latent: bool = False
+    groups: int | None = None
+    engine_fp32: bool | None = None
+    engine_rule: ElementRule = ElementRule.copy
 
     def cut(self, size: int, rank: int) -> tuple[tuple[int, ...], tuple[Box, ...], tuple[Padding, ...]]:
         """Local shape, boxes and padding of part `rank` of `size`."""
@@ -118,6 +145,8 @@ def rows(
     expert: int | None = None,
     fp32: bool = False,
     latent: bool = False,
+    engine_fp32: bool | None = None,
+    engine_rule: ElementRule = ElementRule.copy,
 ) -> Entry:
     """Column-parallel: rows are cut. Several sources are one block each (gate, up); `blocks` gives the row
     counts of the blocks of a single source (Mamba's z, x, B, C, dt)."""
@@ -131,7 +160,10 @@ def rows(
         cuts = tuple((Interval(source.name, start, start + n),) for start, n in zip(starts, blocks, strict=True))
     else:
         cuts = tuple((_whole(source),) for source in sources)
-    return Entry(name, sources, cuts, "rows", group=group, expert=expert, fp32=fp32, latent=latent)
+    return Entry(
+        name, sources, cuts, "rows", group=group, expert=expert, fp32=fp32, latent=latent, engine_fp32=engine_fp32,
+        engine_rule=engine_rule,
+    )  # fmt: skip
 
 
 def columns(name: str, source: Source, *, group: Literal["tp", "etp"] = "tp", expert: int | None = None) -> Entry:
@@ -151,7 +183,7 @@ def query_groups(name: str, q: Source, k: Source, v: Source, groups: int, head_d
         block.append(Interval(q.name, g * per_group, (g + 1) * per_group))
         block.append(Interval(k.name, g * head_dim, (g + 1) * head_dim))
         block.append(Interval(v.name, g * head_dim, (g + 1) * head_dim))
-    return Entry(name, (q, k, v), (tuple(block),), "rows")
+    return Entry(name, (q, k, v), (tuple(block),), "rows", groups=groups)
 
 
 def vocabulary(name: str, source: Source, padded: int, *, shares: bool = False) -> Entry:

@@ -12,20 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 
-from megatron_agentrl.layout import decoder, deepseek_v3, nemotron_h
 from megatron_agentrl.layout.boxes import Box, DtypeRule, LayoutError, ParameterLayout
 from megatron_agentrl.layout.config import Config, size
 from megatron_agentrl.layout.entries import Entry, Source, replicated, vocabulary
-
-ARCHITECTURES: dict[str, ModuleType] = {
-    "deepseek_v3": deepseek_v3,
-    "nemotron_h": nemotron_h,
-    "qwen3_moe": decoder,
-    "qwen3": decoder,
-    "llama": decoder,
-}
+from megatron_agentrl.layout.registry import architecture, layer_pattern
 
 #: The padded vocabulary is a multiple of this times the tensor-parallel size.
 VOCABULARY_DIVISOR = 64
@@ -133,19 +124,6 @@ class Holders:
     tensor: Source
     dtype_rule: DtypeRule
     holdings: tuple[Holding, ...]
-
-
-def architecture(config: Config) -> ModuleType:
-    """The table of `model_type`. Raises LayoutError for a type without one."""
-    kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise LayoutError(f"model_type {kind!r} has no layout; known are {sorted(ARCHITECTURES)}")
-    return ARCHITECTURES[kind]
-
-
-def layer_pattern(config: Config) -> str:
-    """One letter per layer of the hybrid model: M Mamba-2, * attention, + latent attention, E mixture of experts, - MLP."""
-    return architecture(config).pattern(config)
 
 
 def heads_pattern(config: Config) -> tuple[str, int]:

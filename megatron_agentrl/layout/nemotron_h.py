@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_agentrl.layout.boxes import LayoutError
+from megatron_agentrl.layout.boxes import ElementRule, LayoutError
 from megatron_agentrl.layout.config import Config, refuse, size
-from megatron_agentrl.layout.entries import Entry, Source, columns, query_groups, replicated, rows
+from megatron_agentrl.layout.entries import EngineTable, Entry, Source, columns, query_groups, replicated, rows
 from megatron_agentrl.layout.heads import Head, head_of
 
 #: Other spellings of disk names that are accepted when reading: (written by some versions, canonical).
@@ -19,6 +19,15 @@ ALIASES = (("backbone.embedding.weight", "backbone.embeddings.weight"),)
 IGNORED = (r"mtp\..*",)
 #: Of those, what an export carries over from its source folder.
 CARRIED = (r"mtp\..*",)
+
+ENGINES = {
+    "nemotron_h": EngineTable(
+        "NemotronHForCausalLM",
+        renamed=(("backbone.embeddings.", "model.embed_tokens."), ("backbone.", "model."), (".A_log", ".A")),
+        ties=False,
+        ends_everywhere=True,
+    )
+}
 
 _LETTERS = {
     "linear_attention": "M", "mamba": "M", "mamba2": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-",
@@ -97,9 +106,9 @@ def _layer(config: Config, letter: str, at: str) -> list[Entry]:
                 ),
                 rows("mixer.conv1d_weight", hf("conv1d.weight", d + 2 * g, 1, kernel), blocks=(d, g, g)),
                 rows("mixer.conv1d_bias", hf("conv1d.bias", d + 2 * g), blocks=(d, g, g)),
-                rows("mixer.A_log", hf("A_log", heads), fp32=True),
-                rows("mixer.D", hf("D", heads), fp32=True),
-                rows("mixer.dt_bias", hf("dt_bias", heads), fp32=True),
+                rows("mixer.A_log", hf("A_log", heads), fp32=True, engine_rule=ElementRule.neg_exp),
+                rows("mixer.D", hf("D", heads), fp32=True, engine_fp32=False),
+                rows("mixer.dt_bias", hf("dt_bias", heads), fp32=True, engine_fp32=False),
                 rows("mixer.norm.weight", hf("norm.weight", d)),
                 columns("mixer.out_proj.weight", hf("out_proj.weight", h, d)),
             ]

@@ -64,6 +64,64 @@ def qwen3_moe(**changes):
     } | changes
 
 
+def qwen3(**changes):
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 101,
+        "hidden_size": 18,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "intermediate_size": 40,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    } | changes
+
+
+def llama(**changes):
+    return qwen3(model_type="llama", hidden_size=20, num_hidden_layers=5, intermediate_size=56, head_dim=4) | changes
+
+
+def deepseek(**changes):
+    return {
+        "model_type": "deepseek_v3",
+        "vocab_size": 101,
+        "hidden_size": 40,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "first_k_dense_replace": 1,
+        "intermediate_size": 56,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 4,
+        "n_group": 3,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_interleave": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 64,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    } | changes
+
+
 def numbered(config) -> dict[str, torch.Tensor]:
     """Every tensor of the checkpoint, each element a different whole number (exact in float64)."""
     found, at = {}, 0

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_agentrl.layout.megatron import ARCHITECTURES as LAYOUTS
+from megatron_agentrl.layout.registry import ARCHITECTURES as LAYOUTS
 from megatron_agentrl.recipe.model_rules import RULES, canonical, model_problems, rope_parameters
 from megatron_agentrl.recipe.validate import ARCHITECTURES
 
