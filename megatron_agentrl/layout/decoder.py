@@ -1,4 +1,4 @@
-"""Llama, Qwen3 and Qwen3-MoE: disk names and shapes, and what megatron-core makes of them.
+"""Llama, Qwen3 and Qwen3-MoE: disk names and shapes, and what megatron-core and vLLM make of them.
 
 One table for decoders whose layer is attention and then an MLP: the three differ in normed queries and keys
 (Qwen3) and in experts (Qwen3-MoE) only. One HF layer is two entries of the hybrid model: attention (2l), then
@@ -7,13 +7,16 @@ a mixture of experts or a dense MLP (2l + 1).
 
 from __future__ import annotations
 
-from megatron_agentrl.layout.config import Config, refuse, size
-from megatron_agentrl.layout.entries import EngineTable, Entry, Source, columns, query_groups, replicated, rows
+from megatron_agentrl.layout import parts
+from megatron_agentrl.layout.config import Config, size
+from megatron_agentrl.layout.entries import EngineTable, Entry, Source
+from megatron_agentrl.layout.parts import head_dim
+
+__all__ = ["head_dim"]  # a fact of these models that readers of config.json ask for here
 
 ALIASES: tuple[tuple[str, str], ...] = ()
 IGNORED = (r".*\.rotary_emb\.inv_freq",)
 CARRIED: tuple[str, ...] = ()
-
 ENGINES = {
     "llama": EngineTable("LlamaForCausalLM", layer=2),
     "qwen3": EngineTable("Qwen3ForCausalLM", layer=2),
@@ -41,88 +44,29 @@ def experts(config: Config) -> int:
     return 0 if found == 0 else size(config, "num_experts", "num_local_experts")
 
 
-def head_dim(config: Config) -> int:
-    """Width of one attention head; the hidden size divided by the heads where config.json does not give it."""
-    if config.get("head_dim"):
-        return size(config, "head_dim")
-    return size(config, "hidden_size") // size(config, "num_attention_heads")
-
-
 def embedding(config: Config) -> Source:
-    return Source("model.embed_tokens.weight", (size(config, "vocab_size"), size(config, "hidden_size")))
+    return parts.table(config, "model.embed_tokens.weight")
 
 
 def head(config: Config) -> Source:
-    return Source("lm_head.weight", (size(config, "vocab_size"), size(config, "hidden_size")))
+    return parts.table(config, "lm_head.weight")
 
 
 def final_norm(config: Config) -> Source:
-    return Source("model.norm.weight", (size(config, "hidden_size"),))
+    return parts.norm(config, "model.norm.weight")
 
 
 def layer(config: Config, index: int) -> list[Entry]:
     """Entries of hybrid layer `index` (HF layer index // 2), names relative to `decoder.layers.<local index>.`."""
-    refuse(config, attention_bias=False, mlp_bias=False)
-    letter = pattern(config)[index]
-    at = f"model.layers.{index // 2}."
+    letter, at = pattern(config)[index], f"model.layers.{index // 2}."
     if letter == "*":
-        return _attention(config, at)
+        before = parts.norm(config, at + "input_layernorm.weight")
+        return parts.attention(config, before, at + "self_attn.", normed=config["model_type"] in NORMED)
+    before = parts.norm(config, at + "post_attention_layernorm.weight")
     if letter == "-":
-        return dense_mlp(config, at)
-    return [*router(config, at, experts(config)), *routed_experts(config, at, experts(config))]
-
-
-def dense_mlp(config: Config, at: str) -> list[Entry]:
-    """A gated MLP and the norm before it; `at` begins the disk names of its HF layer."""
-    norm = Source(at + "post_attention_layernorm.weight", (size(config, "hidden_size"),))
-    gate, up, down = gated(config, at + "mlp", size(config, "intermediate_size"))
+        return parts.dense_mlp(config, before, at + "mlp.")
+    count, ffn = experts(config), size(config, "moe_intermediate_size")
     return [
-        replicated("mlp.linear_fc1.layer_norm_weight", norm),
-        rows("mlp.linear_fc1.weight", gate, up),
-        columns("mlp.linear_fc2.weight", down),
+        *parts.router(config, before, at + "mlp.gate.weight", count),
+        *parts.gated_experts(config, at + "mlp.experts.", count, ffn),
     ]
-
-
-def router(config: Config, at: str, count: int) -> list[Entry]:
-    """The norm before a mixture of `count` experts, and its router."""
-    h = size(config, "hidden_size")
-    return [
-        replicated("pre_mlp_layernorm.weight", Source(at + "post_attention_layernorm.weight", (h,))),
-        replicated("mlp.router.weight", Source(at + "mlp.gate.weight", (count, h))),
-    ]
-
-
-def routed_experts(config: Config, at: str, count: int) -> list[Entry]:
-    """The `count` gated experts of a mixture."""
-    found = []
-    for e in range(count):
-        gate, up, down = gated(config, f"{at}mlp.experts.{e}", size(config, "moe_intermediate_size"))
-        found.append(rows("linear_fc1.weight", gate, up, group="etp", expert=e))
-        found.append(columns("linear_fc2.weight", down, group="etp", expert=e))
-    return found
-
-
-def _attention(config: Config, at: str) -> list[Entry]:
-    h, dim = size(config, "hidden_size"), head_dim(config)
-    heads, groups = size(config, "num_attention_heads"), size(config, "num_key_value_heads", "num_attention_heads")
-    q, k, v = (
-        Source(f"{at}self_attn.{x}_proj.weight", (n * dim, h)) for x, n in (("q", heads), ("k", groups), ("v", groups))
-    )
-    found = [
-        replicated("self_attention.linear_qkv.layer_norm_weight", Source(at + "input_layernorm.weight", (h,))),
-        query_groups("self_attention.linear_qkv.weight", q, k, v, groups, dim),
-    ]
-    if config["model_type"] in NORMED:
-        for x in ("q", "k"):
-            norm = Source(f"{at}self_attn.{x}_norm.weight", (dim,))
-            found.append(replicated(f"self_attention.{x}_layernorm.weight", norm))
-    o = Source(at + "self_attn.o_proj.weight", (h, heads * dim))
-    found.append(columns("self_attention.linear_proj.weight", o))
-    return found
-
-
-def gated(config: Config, prefix: str, ffn: int) -> tuple[Source, Source, Source]:
-    """gate, up and down of one SwiGLU."""
-    h = size(config, "hidden_size")
-    gate, up = (Source(f"{prefix}.{name}_proj.weight", (ffn, h)) for name in ("gate", "up"))
-    return gate, up, Source(f"{prefix}.down_proj.weight", (h, ffn))

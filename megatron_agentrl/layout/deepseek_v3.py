@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (multi-head latent attention, gated experts): disk names and shapes, and what megatron-core makes of them.
+"""DeepSeek-V3 (multi-head latent attention, gated experts): disk names and shapes, and what megatron-core and vLLM make of them.
 
 One HF layer is two entries of the hybrid model: latent attention (2l), then a dense MLP for the first
 `first_k_dense_replace` layers and a mixture of experts for the others (2l + 1). Prediction heads are the disk layers
@@ -7,10 +7,11 @@ from `num_hidden_layers` on; their `embed_tokens` and `shared_head.head` are cop
 
 from __future__ import annotations
 
+from megatron_agentrl.layout import parts
 from megatron_agentrl.layout.boxes import LayoutError
 from megatron_agentrl.layout.config import Config, refuse, size
-from megatron_agentrl.layout.decoder import dense_mlp, embedding, final_norm, gated, head, routed_experts, router
-from megatron_agentrl.layout.entries import EngineTable, Entry, Source, columns, replicated, rows
+from megatron_agentrl.layout.decoder import embedding, final_norm, head
+from megatron_agentrl.layout.entries import EngineTable, Entry, Source
 from megatron_agentrl.layout.heads import Head, head_of
 
 __all__ = ["embedding", "final_norm", "head"]  # the tables outside of the layers are those of other decoders
@@ -72,61 +73,20 @@ def _head_layers(config: Config) -> range:
 
 def _layer(config: Config, letter: str, at: str) -> list[Entry]:
     """Entries of one hybrid layer of kind `letter`, whose disk names begin with `at`."""
-    refuse(config, attention_bias=False)
-
-    def hf(name: str, *shape: int) -> Source:
-        return Source(at + name, shape)
-
     if letter == "+":
-        return _latent_attention(config, hf)
+        before = parts.norm(config, at + "input_layernorm.weight")
+        return parts.latent_attention(config, before, at + "self_attn.")
+    before = parts.norm(config, at + "post_attention_layernorm.weight")
     if letter == "-":
-        return dense_mlp(config, at)
-    count, bias = size(config, "n_routed_experts"), "mlp.gate.e_score_correction_bias"
-    found = [
-        *router(config, at, count),
-        replicated("mlp.router.expert_bias", hf(bias, count), fp32=True),
-        *routed_experts(config, at, count),
-    ]
-    if config.get("n_shared_experts"):
-        ffn = size(config, "n_shared_experts") * size(config, "moe_intermediate_size")
-        gate, up, down = gated(config, at + "mlp.shared_experts", ffn)
-        found.append(rows("mlp.shared_experts.linear_fc1.weight", gate, up))
-        found.append(columns("mlp.shared_experts.linear_fc2.weight", down))
+        return parts.dense_mlp(config, before, at + "mlp.")
+    count, ffn, shared = (
+        size(config, "n_routed_experts"),
+        size(config, "moe_intermediate_size"),
+        config.get("n_shared_experts"),
+    )
+    bias = at + "mlp.gate.e_score_correction_bias"
+    found = parts.router(config, before, at + "mlp.gate.weight", count, bias)
+    found += parts.gated_experts(config, at + "mlp.experts.", count, ffn)
+    if shared:
+        found += parts.gated_mlp(config, "mlp.shared_experts.", at + "mlp.shared_experts.", shared * ffn)
     return found
-
-
-def _latent_attention(config: Config, hf) -> list[Entry]:  # type: ignore[no-untyped-def]
-    h, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-    rank, rotary = size(config, "kv_lora_rank"), size(config, "qk_rope_head_dim")
-    plain, value = size(config, "qk_nope_head_dim"), size(config, "v_head_dim")
-    found = [replicated("input_layernorm.weight", hf("input_layernorm.weight", h))]
-    if config.get("q_lora_rank") is None:
-        found.append(
-            rows("self_attention.linear_q_proj.weight", hf("self_attn.q_proj.weight", heads * (plain + rotary), h))
-        )
-    else:
-        q_rank = size(config, "q_lora_rank")
-        found += [
-            rows("self_attention.linear_q_down_proj.weight", hf("self_attn.q_a_proj.weight", q_rank, h), latent=True),
-            replicated(
-                "self_attention.linear_q_up_proj.layer_norm_weight", hf("self_attn.q_a_layernorm.weight", q_rank)
-            ),
-            rows(
-                "self_attention.linear_q_up_proj.weight",
-                hf("self_attn.q_b_proj.weight", heads * (plain + rotary), q_rank),
-            ),
-        ]
-    return [
-        *found,
-        rows(
-            "self_attention.linear_kv_down_proj.weight",
-            hf("self_attn.kv_a_proj_with_mqa.weight", rank + rotary, h),
-            latent=True,
-        ),
-        replicated("self_attention.linear_kv_up_proj.layer_norm_weight", hf("self_attn.kv_a_layernorm.weight", rank)),
-        rows(
-            "self_attention.linear_kv_up_proj.weight",
-            hf("self_attn.kv_b_proj.weight", heads * (plain + value), rank),
-        ),
-        columns("self_attention.linear_proj.weight", hf("self_attn.o_proj.weight", h, heads * value)),
-    ]

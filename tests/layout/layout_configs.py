@@ -83,7 +83,7 @@ def qwen3(**changes):
 
 
 def llama(**changes):
-    return qwen3(model_type="llama", hidden_size=20, num_hidden_layers=5, intermediate_size=56, head_dim=4) | changes
+    return qwen3(model_type="llama", hidden_size=24, num_hidden_layers=5, intermediate_size=56, head_dim=4) | changes
 
 
 def deepseek(**changes):

@@ -95,11 +95,21 @@ def simulated(config: VllmConfig, topology: EngineTopology, rank: int) -> Iterat
 @contextmanager
 def built(hf: dict[str, Any], topology: EngineTopology, rank: int, dtype: torch.dtype) -> Iterator[torch.nn.Module]:
     """vLLM's model of the rank, every parameter NaN."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:  # read again by VllmConfig where the head is tied
         (Path(folder) / "config.json").write_text(json.dumps(hf | {"architectures": [engine_table(hf).model]}))
-        model = ModelConfig(
-            folder, tokenizer=folder, skip_tokenizer_init=True, dtype=dtype, seed=0, enforce_eager=True
-        )
+        config = vllm_config(folder, topology, dtype)
+        with simulated(config, topology, rank), set_default_torch_dtype(dtype):
+            made = get_model_architecture(config.model_config)[0](vllm_config=config)
+            for parameter in made.parameters():
+                parameter.data.fill_(float("nan"))
+            yield made
+
+
+def vllm_config(folder: str, topology: EngineTopology, dtype: torch.dtype) -> VllmConfig:
+    os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
+    if topology.layers is not None:
+        os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, topology.layers))
+    model = ModelConfig(folder, tokenizer=folder, skip_tokenizer_init=True, dtype=dtype, seed=0, enforce_eager=True)
     parallel = ParallelConfig(
         tensor_parallel_size=topology.tp,
         pipeline_parallel_size=topology.pp,
@@ -107,12 +117,7 @@ def built(hf: dict[str, Any], topology: EngineTopology, rank: int, dtype: torch.
         distributed_executor_backend="mp",
     )
     parallel.data_parallel_size = topology.dp
-    config = VllmConfig(model_config=model, parallel_config=parallel, cache_config=CacheConfig())
-    with simulated(config, topology, rank), set_default_torch_dtype(dtype):
-        made = get_model_architecture(model)[0](vllm_config=config)
-        for parameter in made.parameters():
-            parameter.data.fill_(float("nan"))
-        yield made
+    return VllmConfig(model_config=model, parallel_config=parallel, cache_config=CacheConfig())
 
 
 def placeholders(hf: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -191,7 +196,8 @@ def main() -> None:
         if case["what"] == "moved":
             move_a_shard()
         judge = types if case["what"] == "types" else differences
-        topology = EngineTopology(**case["topology"])
+        sizes = case["topology"]
+        topology = EngineTopology(**sizes | {"layers": tuple(sizes["layers"]) if sizes.get("layers") else None})
         try:
             found = [problem for rank in case["ranks"] for problem in judge(case["config"], topology, rank)]
         except Exception as error:  # reported as the case's outcome; the other cases go on
