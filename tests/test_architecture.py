@@ -65,7 +65,9 @@ def test_rooms_import_only_what_the_table_allows():
         allowed = MAY_IMPORT[room(name)] | {"recipe", "observe", room(name)}
         if room(name) in ("recipe", "observe"):
             allowed = {"recipe", room(name)}
-        wrong += [f"{name} imports {m}" for m in imports(name, path, known) if "*" not in allowed and room(m) not in allowed]
+        wrong += [
+            f"{name} imports {m}" for m in imports(name, path, known) if "*" not in allowed and room(m) not in allowed
+        ]
     assert wrong == []
 
 
@@ -76,7 +78,7 @@ def test_no_cycle_between_files():
     done: set[str] = set()
 
     def visit(node: str, trail: tuple[str, ...]) -> None:
-        assert node not in trail, "import cycle: " + " -> ".join((*trail[trail.index(node):], node))
+        assert node not in trail, "import cycle: " + " -> ".join((*trail[trail.index(node) :], node))
         if node in done:
             return
         for child in sorted(graph[node]):
@@ -89,13 +91,35 @@ def test_no_cycle_between_files():
 
 def test_only_entry_points_name_the_cpu_shims():
     known = modules()
-    users = {name for name, path in known.items() if room(name + ".x") != "cpu" and any(room(m) == "cpu" for m in imports(name, path, known))}
+    users = {
+        name
+        for name, path in known.items()
+        if room(name + ".x") != "cpu" and any(room(m) == "cpu" for m in imports(name, path, known))
+    }
     assert {room(u) for u in users} <= {"app"}
 
 
 def test_recipe_layout_and_planner_never_import_torch():
-    for folder in ("recipe", "observe", "layout", "planner", "launch", "coordinator", "gateway", "chat", "agent", "trajectory", "data"):
+    for folder in (
+        "recipe",
+        "observe",
+        "layout",
+        "planner",
+        "launch",
+        "coordinator",
+        "gateway",
+        "chat",
+        "agent",
+        "trajectory",
+        "data",
+    ):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                names = (
+                    [a.name for a in node.names]
+                    if isinstance(node, ast.Import)
+                    else [node.module or ""]
+                    if isinstance(node, ast.ImportFrom)
+                    else []
+                )
                 assert not any(n.split(".")[0] == "torch" for n in names), f"{path} imports torch"

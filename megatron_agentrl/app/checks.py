@@ -98,10 +98,10 @@ def _weight_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:
     if recipe.model.init is Init.random and mode != "eval":
         return
     # Imported here: reading headers takes safetensors and numpy.
-    from megatron_agentrl.trainer.hf_headers import WeightsError, differences, locate, some
+    from megatron_agentrl.trainer.hf_headers import WeightsError, differences, locate, some, without_scales
 
     try:
-        stored = locate(folder, dict(architecture(config).ALIASES))
+        stored, _ = without_scales(folder, locate(folder, dict(architecture(config).ALIASES)))
     except WeightsError as error:
         yield f"model.path={folder}: {error}; save the model there again"
         return

@@ -10,7 +10,6 @@ shape; scales are a matter of reading, and no parameter has a layout made of cod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from megatron_agentrl.layout.boxes import LayoutError
 
@@ -18,24 +17,6 @@ BLOCK = 128
 SUFFIX = "_scale_inv"
 #: What safetensors calls the type of the codes.
 STORED = "F8_E4M3"
-
-
-def quantised(config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that weights are FP8 in blocks of 128 x 128. Raises LayoutError for another
-    quantisation."""
-    found = config.get("quantization_config")
-    if not found:
-        return False
-    expected = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-    wrong = {key: found.get(key) for key, value in expected.items() if found.get(key) != value}
-    if found.get("fmt", "e4m3") != "e4m3":
-        wrong["fmt"] = found["fmt"]
-    if wrong:
-        raise LayoutError(
-            f"config.json: quantization_config has {wrong}, expected {expected} with fmt 'e4m3'; "
-            "use the model's plain or FP8-blockwise weights"
-        )
-    return True
 
 
 def scale_name(weight: str) -> str:
@@ -55,33 +36,33 @@ def blocks(start: int, stop: int) -> tuple[int, int]:
     return start // BLOCK, -(-stop // BLOCK)
 
 
-def scale_problems(
-    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, str], scaled: bool
-) -> tuple[list[str], list[str]]:
-    """(names of the scales, what is wrong) of a checkpoint with these tensors.
-
-    Each FP8 weight has its scales, in float32 and in the shape of its blocks, and each scales an FP8 weight.
+def scales_of(shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, str]) -> dict[str, str]:
+    """FP8 weight -> its scales, of a checkpoint with these tensors.
 
     Args:
         shapes: name -> shape.
-        stored: name -> safetensors type.
-        scaled: what `quantised` said of its config.json.
+        stored: name -> what safetensors calls its type.
+
+    Raises:
+        LayoutError: an FP8 weight without scales, or scales without one, or of another shape or type.
     """
-    codes = [name for name, kind in stored.items() if kind == STORED]
-    scales = [name for name in shapes if name.endswith(".weight" + SUFFIX)]
-    found = []
-    if (codes or scales) and not scaled:
-        found.append(f"{(codes or scales)[0]} is of an FP8 checkpoint, but config.json has no quantization_config")
-    for name in codes:
-        if scale_name(name) not in shapes:
-            found.append(f"{name} is {STORED} without {scale_name(name)}")
-    for name in scales:
-        weight = name.removesuffix(SUFFIX)
-        if stored.get(weight) != STORED:
-            found.append(f"{name} scales {weight}, which is {stored.get(weight, 'missing')}, expected {STORED}")
-        elif shapes[name] != scale_shape(shapes[weight]) or stored[name] != "F32":
-            found.append(
-                f"{name} is {stored[name]} {shapes[name]}, expected F32 {scale_shape(shapes[weight])} "
-                f"for a weight of {shapes[weight]}"
+    found = {}
+    for name in [name for name, kind in stored.items() if kind == STORED]:
+        scale = scale_name(name)
+        if scale not in shapes:
+            raise LayoutError(f"{name} is {STORED} without {scale}; copy the whole checkpoint")
+        expected = scale_shape(shapes[name])
+        if shapes[scale] != expected or stored[scale] != "F32":
+            raise LayoutError(
+                f"{scale} is {stored[scale]} {shapes[scale]}, expected F32 {expected} for a weight of {shapes[name]} "
+                f"in blocks of {BLOCK} x {BLOCK}; use weights quantised so"
             )
-    return scales, found
+        found[name] = scale
+    for name in shapes:
+        if name.endswith(SUFFIX) and name not in found.values():
+            weight = name.removesuffix(SUFFIX)
+            raise LayoutError(
+                f"{name} scales {weight}, which is {stored.get(weight, 'not there')}, expected {STORED}; "
+                "copy the whole checkpoint"
+            )
+    return found

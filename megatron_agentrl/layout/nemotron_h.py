@@ -21,7 +21,6 @@ ALIASES = (("backbone.embedding.weight", "backbone.embeddings.weight"),)
 IGNORED = (r"mtp\..*",)
 #: Of those, what an export carries over from its source folder.
 CARRIED = (r"mtp\..*",)
-
 ENGINES = {
     "nemotron_h": EngineTable(
         "NemotronHForCausalLM",

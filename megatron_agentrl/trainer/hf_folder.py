@@ -18,7 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_agentrl.layout.boxes import matrix_shape
-from megatron_agentrl.trainer.hf_headers import INDEX, SINGLE, WeightsError, locate
+from megatron_agentrl.layout.fp8 import BLOCK, blocks
+from megatron_agentrl.trainer.hf_headers import INDEX, SINGLE, WeightsError, locate, without_scales
 
 #: Where transformers saves a tokenizer's chat templates beyond the first.
 CHAT_TEMPLATES = "additional_chat_templates"
@@ -43,7 +44,7 @@ class Checkpoint:
     def __init__(self, folder: Path, aliases: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self._files: dict[str, Any] = {}
-        self._at = locate(folder, aliases or {})
+        self._at, self._scales = without_scales(folder, locate(folder, aliases or {}))
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -63,18 +64,38 @@ class Checkpoint:
         return {name: stored.shape for name, stored in self._at.items()}
 
     def read(self, name: str, r0: int, r1: int, c0: int, c1: int) -> torch.Tensor:
-        """Rows [r0, r1) and columns [c0, c1) of the tensor seen as a matrix; [r1 - r0, c1 - c0]."""
+        """Rows [r0, r1) and columns [c0, c1) of the tensor seen as a matrix; [r1 - r0, c1 - c0]. FP8 weights come
+        multiplied out, in float32."""
         shape = self._at[name].shape
         if not shape:
             return self.tensor(name).reshape(1, 1)[r0:r1, c0:c1]
         part = self._open(self._at[name].file).get_slice(self._at[name].name)
+        if name in self._scales:
+            (b0, b1), (d0, d1) = blocks(r0, r1), blocks(c0, c1)
+            stored = self._scales[name]
+            scales = self._open(stored.file).get_slice(stored.name)[b0:b1, d0:d1]
+            return dequantise(part[r0:r1, c0:c1], scales, r0 - b0 * BLOCK, c0 - d0 * BLOCK)
         if len(shape) == 2:
             return part[r0:r1, c0:c1]
         return part[r0:r1].reshape(r1 - r0, matrix_shape(shape)[1])[:, c0:c1]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor in its stored type and shape."""
+        """The whole tensor in its shape, and in its stored type where that is not FP8."""
+        if name in self._scales:
+            return self.read(name, 0, self._at[name].shape[0], 0, self._at[name].shape[1])
         return self._open(self._at[name].file).get_tensor(self._at[name].name)
+
+
+def dequantise(codes_RC: torch.Tensor, scales: torch.Tensor, row: int = 0, column: int = 0) -> torch.Tensor:
+    """Codes times the scales of their blocks of 128 x 128, in float32; [R, C].
+
+    Args:
+        codes_RC: float8 e4m3.
+        scales: float32, of each block that the codes touch.
+        row, column: where in the first block the codes begin.
+    """
+    by_row = scales.repeat_interleave(BLOCK, 0)[row : row + codes_RC.shape[0]]
+    return codes_RC.float() * by_row.repeat_interleave(BLOCK, 1)[:, column : column + codes_RC.shape[1]]
 
 
 def write_folder(

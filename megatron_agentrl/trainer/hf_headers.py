@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from megatron_agentrl.layout.boxes import LayoutError
+from megatron_agentrl.layout.fp8 import scales_of
 from megatron_agentrl.layout.megatron import architecture, heads_names, hf_tensors
 
 SINGLE = "model.safetensors"
@@ -27,11 +29,12 @@ class WeightsError(ValueError):
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies: file of the folder, name inside it, shape."""
+    """Where a tensor lies: file of the folder, name inside it, shape, and what safetensors calls its type."""
 
     file: str
     name: str
     shape: Shape
+    kind: str = ""
 
 
 def locate(folder: Path, aliases: Mapping[str, str]) -> dict[str, Stored]:
@@ -49,10 +52,10 @@ def locate(folder: Path, aliases: Mapping[str, str]) -> dict[str, Stored]:
     index = read_index(folder)
     held: dict[str, Stored] = {}
     for file in sorted(set(index.values())) if index is not None else [SINGLE]:
-        for name, shape in _header(folder / file).items():
+        for name, (shape, kind) in _header(folder / file).items():
             if name in held:
                 raise WeightsError(f"{folder}: {name} is held by both {held[name].file} and {file}")
-            held[name] = Stored(file, name, shape)
+            held[name] = Stored(file, name, shape, kind)
     for name, file in (index or {}).items():
         if name not in held or held[name].file != file:
             raise WeightsError(f"{folder}: {INDEX} says that {file} holds {name}, but it does not")
@@ -83,12 +86,25 @@ def read_index(folder: Path) -> dict[str, str] | None:
     return entries
 
 
-def _header(path: Path) -> dict[str, Shape]:
+def without_scales(folder: Path, found: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    """(the tensors of a model, FP8 weight -> its scales), from what `locate` found. Raises WeightsError where the two do
+    not belong together."""
+    try:
+        pairs = scales_of({n: s.shape for n, s in found.items()}, {n: s.kind for n, s in found.items()})
+    except LayoutError as error:
+        raise WeightsError(f"{folder}: {error}") from error
+    scales = set(pairs.values())
+    tensors = {name: stored for name, stored in found.items() if name not in scales}
+    return tensors, {weight: found[scale] for weight, scale in pairs.items()}
+
+
+def _header(path: Path) -> dict[str, tuple[Shape, str]]:
     if not path.is_file():
         raise WeightsError(f"{path} is missing, though the index names it")
     try:
         with safe_open(path, framework="numpy") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except SafetensorError as error:
         raise WeightsError(f"{path} is cut or damaged: {error}") from error
     except OSError as error:

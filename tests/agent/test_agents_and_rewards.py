@@ -18,7 +18,11 @@ class Message:
         self.content, self.tool_calls = content, tool_calls
 
     def model_dump(self, exclude_none=False):
-        return {k: v for k, v in {"role": "assistant", "content": self.content, "tool_calls": self.tool_calls}.items() if v is not None}
+        return {
+            k: v
+            for k, v in {"role": "assistant", "content": self.content, "tool_calls": self.tool_calls}.items()
+            if v is not None
+        }
 
 
 class ScriptedChat:

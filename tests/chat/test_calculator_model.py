@@ -42,7 +42,13 @@ def value(question: str) -> str:
     parts = question.removesuffix("=?").replace("+", " + ").replace("-", " - ").replace("*", " * ").split()
     total = int(parts[0])
     for operator, operand in zip(parts[1::2], parts[2::2], strict=True):
-        total = total + int(operand) if operator == "+" else total - int(operand) if operator == "-" else total * int(operand)
+        total = (
+            total + int(operand)
+            if operator == "+"
+            else total - int(operand)
+            if operator == "-"
+            else total * int(operand)
+        )
     return str(total)
 
 
@@ -79,7 +85,17 @@ def test_demonstrations_fit_the_turn_and_the_model():
 
 @pytest.mark.parametrize(
     ("expression", "result"),
-    [("63+43", "106"), ("-5*3", "-15"), ("7-9", "-2"), ("1+2+3", "err"), ("", "err"), ("1/2", "err"), ("9999999+1", "err"), ("1+12345", "err"), ("\u0661+1", "err")],
+    [
+        ("63+43", "106"),
+        ("-5*3", "-15"),
+        ("7-9", "-2"),
+        ("1+2+3", "err"),
+        ("", "err"),
+        ("1/2", "err"),
+        ("9999999+1", "err"),
+        ("1+12345", "err"),
+        ("\u0661+1", "err"),
+    ],
 )
 def test_the_calculator_does_one_operation(expression, result):
     assert calculator(expression) == result
@@ -105,16 +121,28 @@ def test_a_demonstration_is_the_token_sequence_of_the_task():
 
 
 def test_text_after_the_stop_token_is_context():
-    chatml = ChatTemplate("{% for m in messages %}<user>{{ m.role }}\n{{ m.content }}<eos>\n{% endfor %}{% if add_generation_prompt %}<user>assistant\n{% endif %}")
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    chatml = ChatTemplate(
+        "{% for m in messages %}<user>{{ m.role }}\n{{ m.content }}<eos>\n{% endfor %}{% if add_generation_prompt %}<user>assistant\n{% endif %}"
+    )
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     ids, mask = encode_demonstration(messages, None, chatml, TOKENIZER)
     assert ids == TOKENIZER.encode(chatml.render(messages))
     assert TOKENIZER.decode([id for id, on in zip(ids, mask, strict=True) if on]) == "b<eos>"
 
 
 def test_a_template_that_rewrites_old_turns_is_refused_for_demonstrations():
-    forgetful = ChatTemplate("{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}<eos>{% endif %}{% endfor %}")
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    forgetful = ChatTemplate(
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}<eos>{% endif %}{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     with pytest.raises(TemplateError, match="writes message 1 differently"):
         encode_demonstration(messages, None, forgetful, TOKENIZER)
     with pytest.raises(TemplateError, match="no assistant message"):
@@ -127,8 +155,12 @@ def test_transformers_reads_the_folder_as_we_do():
 
     theirs = AutoTokenizer.from_pretrained(MODEL)
     for upto, generate in ((1, True), (3, True), (5, True), (6, False)):
-        ids = theirs.apply_chat_template(template_messages(DEMONSTRATION[:upto]), add_generation_prompt=generate, return_dict=False)
-        assert ids == TOKENIZER.encode(TEMPLATE.render(template_messages(DEMONSTRATION[:upto]), add_generation_prompt=generate))
+        ids = theirs.apply_chat_template(
+            template_messages(DEMONSTRATION[:upto]), add_generation_prompt=generate, return_dict=False
+        )
+        assert ids == TOKENIZER.encode(
+            TEMPLATE.render(template_messages(DEMONSTRATION[:upto]), add_generation_prompt=generate)
+        )
     parsed = theirs.parse_response("<call>63+43</call>", prefix="<bos><user>63+43*9=?<asst>")
     assert parsed["tool_calls"][0]["function"] == {"name": "calculator", "arguments": {"expression": "63+43"}}
     config = AutoConfig.from_pretrained(MODEL)

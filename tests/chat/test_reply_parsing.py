@@ -26,7 +26,10 @@ HERMES = {
             "close": "</tool_call>",
             "content": "json",
             "repeats": True,
-            "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
+            },
         },
         "content": {"close": "<|im_end|>"},
     },
@@ -39,7 +42,10 @@ TAGS = {
             "open_pattern": r"<function=(?P<name>\w+)>",
             "close": "</function>",
             "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>\w+)>(?P<value>.*?)</parameter>", "merge_duplicates": True},
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>\w+)>(?P<value>.*?)</parameter>",
+                "merge_duplicates": True,
+            },
             "repeats": True,
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
         },
@@ -81,12 +87,32 @@ TOOLS = [
 TEXTS = [
     (HERMES, "<|im_start|>assistant\n", "Hello<|im_end|>"),
     (HERMES, "<|im_start|>assistant\n<think>\n", "why\n</think>\n\nBecause<|im_end|>"),
-    (HERMES, "x<|im_start|>assistant\nold<|im_end|><|im_start|>assistant\n", '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>'),
-    (HERMES, "", 'a <tool_call>{"name": "f", "arguments": {}}</tool_call> b <tool_call>{"name": "g", "arguments": {"y": [1]}}</tool_call>'),
-    (TAGS, "<assistant>", "<function=f><parameter=n>7</parameter><parameter=x>2.5</parameter><parameter=ok>true</parameter></function>"),
-    (TAGS, "<assistant>", "say<function=f><parameter=x>None</parameter><parameter=items>[1, 2]</parameter><parameter=text>7</parameter></function>"),
-    (TAGS, "<assistant>", "<function=f><parameter=n>1</parameter><parameter=n>2</parameter><parameter=n>z</parameter></function>end"),
-    (DIALECT, "A:", "say one\nsay two\n[a: 1\nb: 2]call:{q:«it's \"quoted\"»,r:3};"),
+    (
+        HERMES,
+        "x<|im_start|>assistant\nold<|im_end|><|im_start|>assistant\n",
+        '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>',
+    ),
+    (
+        HERMES,
+        "",
+        'a <tool_call>{"name": "f", "arguments": {}}</tool_call> b <tool_call>{"name": "g", "arguments": {"y": [1]}}</tool_call>',
+    ),
+    (
+        TAGS,
+        "<assistant>",
+        "<function=f><parameter=n>7</parameter><parameter=x>2.5</parameter><parameter=ok>true</parameter></function>",
+    ),
+    (
+        TAGS,
+        "<assistant>",
+        "say<function=f><parameter=x>None</parameter><parameter=items>[1, 2]</parameter><parameter=text>7</parameter></function>",
+    ),
+    (
+        TAGS,
+        "<assistant>",
+        "<function=f><parameter=n>1</parameter><parameter=n>2</parameter><parameter=n>z</parameter></function>end",
+    ),
+    (DIALECT, "A:", 'say one\nsay two\n[a: 1\nb: 2]call:{q:«it\'s "quoted"»,r:3};'),
     (DIALECT, "A:", "drop this"),
 ]
 
@@ -98,7 +124,9 @@ TEXTS = [
 def test_the_calculators_turns_are_calls_and_answers(text, content, expression):
     reply = CALCULATOR.parse("<bos><user>1+1=?<asst>", text, TOKENIZER.encode(text))
     assert (reply.content, reply.parse_failure) == (content, None)
-    assert [json.loads(call.arguments) for call in reply.tool_calls] == ([{"expression": expression}] if expression else [])
+    assert [json.loads(call.arguments) for call in reply.tool_calls] == (
+        [{"expression": expression}] if expression else []
+    )
 
 
 @pytest.mark.parametrize("text", ["<call>63+4", "12<ans>954<eos>", "954", "<res>3</res>", "<pad>", "x<call>1+1</call>"])
@@ -111,7 +139,11 @@ def test_what_is_neither_call_nor_answer_is_raw_text_with_a_reason(text):
 
 def test_an_empty_turn_is_empty_content_and_no_failure():
     for text in ("<eos>", "<ans><eos>"):
-        reply = ReplyParser(TOKENIZER, HERMES).parse("", "", []) if text == "<eos>" else CALCULATOR.parse("<asst>", "<ans>", [264])
+        reply = (
+            ReplyParser(TOKENIZER, HERMES).parse("", "", [])
+            if text == "<eos>"
+            else CALCULATOR.parse("<asst>", "<ans>", [264])
+        )
         assert reply.content in ("", "<ans>")
 
 
@@ -138,12 +170,22 @@ def test_reasoning_calls_and_dialects_parse_to_these_values(number):
             ],
         },
         {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"n": 7, "x": 2.5, "ok": True}}}]},
-        {"content": "say", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": None, "items": [1, 2], "text": "7"}}}]},
-        {"content": "end", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"n": [1, 2, "z"]}}}]},
+        {
+            "content": "say",
+            "tool_calls": [
+                {"type": "function", "function": {"name": "f", "arguments": {"x": None, "items": [1, 2], "text": "7"}}}
+            ],
+        },
+        {
+            "content": "end",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"n": [1, 2, "z"]}}}],
+        },
         {
             "content": "one | two",
             "note": {"a": 1, "b": 2},
-            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"q": "it's \"quoted\"", "r": 3}}}],
+            "tool_calls": [
+                {"type": "function", "function": {"name": "f", "arguments": {"q": 'it\'s "quoted"', "r": 3}}}
+            ],
         },
         {},
     ][number]
@@ -157,11 +199,29 @@ def test_values_equal_those_of_transformers(number):
     from transformers.utils.chat_parsing import parse_response
 
     spec, prompt, text = TEXTS[number]
-    assert ResponseTemplate(spec).parse(prompt, text, TOOLS)[0] == parse_response(text, spec, prefix=prompt, tools=TOOLS)
+    assert ResponseTemplate(spec).parse(prompt, text, TOOLS)[0] == parse_response(
+        text, spec, prefix=prompt, tools=TOOLS
+    )
 
 
 @pytest.mark.slow
-@given(st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name":"f","arguments":{}}', "<|im_end|>", " a", "\n"]), max_size=9))
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "<think>",
+                "</think>",
+                "<tool_call>",
+                "</tool_call>",
+                '{"name":"f","arguments":{}}',
+                "<|im_end|>",
+                " a",
+                "\n",
+            ]
+        ),
+        max_size=9,
+    )
+)
 @settings(max_examples=400, deadline=None)
 def test_any_order_of_marks_parses_as_in_transformers(pieces):
     from transformers.utils.chat_parsing import parse_response
@@ -189,7 +249,10 @@ def test_no_sampled_text_is_an_error(text):
 
 def test_marks_of_no_width_close_an_empty_region_and_do_not_turn_in_a_circle():
     fields = {"r": {"open": "<t>", "close_pattern": "(?=<c>)"}, "c": {"open": "<c>", "close": "</c>"}, "x": {}}
-    assert ResponseTemplate({"start_anchor": "A", "fields": fields}).parse("A", "<t><c>1</c>q")[0] == {"c": "1", "x": "q"}
+    assert ResponseTemplate({"start_anchor": "A", "fields": fields}).parse("A", "<t><c>1</c>q")[0] == {
+        "c": "1",
+        "x": "q",
+    }
     circle = {"r": {"open_pattern": "(?=<)", "close_pattern": "(?=<)"}, "x": {}}
     assert ResponseTemplate({"start_anchor": "A", "fields": circle}).parse("A", "ab<c>")[0] == {"x": "ab"}
 
@@ -197,7 +260,9 @@ def test_marks_of_no_width_close_an_empty_region_and_do_not_turn_in_a_circle():
 def test_a_value_that_its_pattern_leaves_out_is_empty():
     arguments = {"tag_pattern": "<(?P<key>\\w+)(=(?P<value>\\w+))?>"}
     fields = {"c": {"open": "[", "close": "]", "content": "xml-inline", "content_args": arguments}}
-    assert ResponseTemplate({"start_anchor": "A", "fields": fields}).parse("A", "[<a=1><b>]")[0] == {"c": {"a": "1", "b": ""}}
+    assert ResponseTemplate({"start_anchor": "A", "fields": fields}).parse("A", "[<a=1><b>]")[0] == {
+        "c": {"a": "1", "b": ""}
+    }
 
 
 def test_a_tool_schema_that_is_none_casts_nothing():
@@ -208,7 +273,15 @@ def test_a_tool_schema_that_is_none_casts_nothing():
 
 
 @pytest.mark.parametrize(
-    "call", ['{"name": "f", "arguments": {"x": NaN}}', '{"name": "f", "arguments": {"x": "\\ud800"}}', '{"name": 3, "arguments": {}}', '{"name": "f"}', "[]", "[" * 5000]
+    "call",
+    [
+        '{"name": "f", "arguments": {"x": NaN}}',
+        '{"name": "f", "arguments": {"x": "\\ud800"}}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "f"}',
+        "[]",
+        "[" * 5000,
+    ],
 )
 def test_calls_that_cannot_go_over_the_wire_are_failures(call):
     text = f"<tool_call>{call}</tool_call>"
@@ -231,9 +304,21 @@ def test_calls_that_cannot_go_over_the_wire_are_failures(call):
         ({"start_anchor": "x", "fields": {"a": {"open": 3}}}, "open must be text"),
         ({"start_anchor": "x", "fields": {"a": {"open_pattern": 3}}}, "no regular expression"),
         ({"start_anchor": "x", "fields": {"a": {"content": "xml-inline"}}}, "tag_pattern None is no regular"),
-        ({"start_anchor": "x", "fields": {"a": {"content": "xml-inline", "content_args": {"tag_pattern": "a"}}}}, "no group named key"),
-        ({"start_anchor": "x", "fields": {"a": {"content": "kv-lines", "content_args": {"kv_sep": ""}}}}, "kv_sep is empty"),
-        ({"start_anchor": "x", "fields": {"a": {"content": "kv-lines", "content_args": {"value_parser": {"name": "z"}}}}}, "content parser 'z'"),
+        (
+            {"start_anchor": "x", "fields": {"a": {"content": "xml-inline", "content_args": {"tag_pattern": "a"}}}},
+            "no group named key",
+        ),
+        (
+            {"start_anchor": "x", "fields": {"a": {"content": "kv-lines", "content_args": {"kv_sep": ""}}}},
+            "kv_sep is empty",
+        ),
+        (
+            {
+                "start_anchor": "x",
+                "fields": {"a": {"content": "kv-lines", "content_args": {"value_parser": {"name": "z"}}}},
+            },
+            "content parser 'z'",
+        ),
         ({"version": 2, "start_anchor": "x", "fields": {"a": {}}}, "version 2 found, 1 expected"),
     ],
 )

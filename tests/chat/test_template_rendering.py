@@ -49,7 +49,10 @@ def test_an_endless_template_is_stopped(source):
 
 def test_a_pause_of_the_machine_does_not_count_against_the_template():
     source = "{% for m in messages %}{{ pause() or m.content }}{% endfor %}"
-    assert ChatTemplate(source, limit=0.2).render([{"content": "a"}, {"content": "b"}], pause=lambda: time.sleep(0.25)) == "ab"
+    assert (
+        ChatTemplate(source, limit=0.2).render([{"content": "a"}, {"content": "b"}], pause=lambda: time.sleep(0.25))
+        == "ab"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,9 @@ def test_a_template_that_does_not_compile_and_a_folder_without_one_say_so(tmp_pa
 
 
 def test_chat_template_jinja_wins_over_the_config_and_special_tokens_come_from_it(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old", "bos_token": {"content": "<s>"}, "add_bos_token": true}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"chat_template": "old", "bos_token": {"content": "<s>"}, "add_bos_token": true}'
+    )
     assert ChatTemplate.from_folder(tmp_path).render([]) == "old"
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}new")
     assert ChatTemplate.from_folder(tmp_path).render([]) == "<s>new"

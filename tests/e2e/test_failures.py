@@ -11,7 +11,14 @@ from tests.e2e.runs import start, survivors, tree, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-SMALL = ("eval.every=0", "eval.size=16", "checkpoint.every=2", "train.steps=400", "train.batch=4", "algorithm.group_size=4")
+SMALL = (
+    "eval.every=0",
+    "eval.size=16",
+    "checkpoint.every=2",
+    "train.steps=400",
+    "train.batch=4",
+    "algorithm.group_size=4",
+)
 
 
 def lines(folder, kind):

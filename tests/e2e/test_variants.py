@@ -20,7 +20,9 @@ def from_export(trained):
 
 
 def test_ep2_over_dp2_trains_and_every_update_is_proven(from_export, tmp_path):
-    done = run(tmp_path / "ep2", "train", *from_export, "topology.world=2", "topology.ep=2", "train.steps=8", "eval.size=32")
+    done = run(
+        tmp_path / "ep2", "train", *from_export, "topology.world=2", "topology.ep=2", "train.steps=8", "eval.size=32"
+    )
     assert done.code == 0, done.stderr[-3000:]
     publishes = done.metrics("publish")
     assert [p["version"] for p in publishes] == list(range(9))
@@ -53,10 +55,29 @@ def test_eta_zero_trains_on_policy_throughout(from_export, tmp_path):
 
 def test_prompts_of_ones_own_in_a_run_folder_named_relatively(from_export, tmp_path):
     mine, held_out = tmp_path / "mine.jsonl", tmp_path / "held_out.jsonl"
-    mine.write_text("".join(json.dumps({"prompt": f"{a}+{b}=?", "answer": str(a + b), "source": "mine"}) + "\n" for a in range(10, 30) for b in (11, 23)))
-    held_out.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"{a}+44=?"}], "answer": str(a + 44)}) + "\n" for a in range(10, 30)))
+    mine.write_text(
+        "".join(
+            json.dumps({"prompt": f"{a}+{b}=?", "answer": str(a + b), "source": "mine"}) + "\n"
+            for a in range(10, 30)
+            for b in (11, 23)
+        )
+    )
+    held_out.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": f"{a}+44=?"}], "answer": str(a + 44)}) + "\n"
+            for a in range(10, 30)
+        )
+    )
     relative = Path(os.path.relpath(tmp_path, ROOT))
-    done = run(relative / "own", "train", *from_export, f"data.prompts={mine}", f"data.eval={held_out}", "train.steps=3", "eval.size=20")
+    done = run(
+        relative / "own",
+        "train",
+        *from_export,
+        f"data.prompts={mine}",
+        f"data.eval={held_out}",
+        "train.steps=3",
+        "eval.size=20",
+    )
     assert done.code == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "own" / "summary.json").read_text())
     assert summary["steps"] == 3

@@ -24,7 +24,12 @@ class ScriptedEngine:
         self.cancelled = 0
 
     async def generate(self, token_ids, *, max_tokens, temperature, stop_token_ids):
-        asked = {"ids": list(token_ids), "max_tokens": max_tokens, "temperature": temperature, "stop": list(stop_token_ids)}
+        asked = {
+            "ids": list(token_ids),
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "stop": list(stop_token_ids),
+        }
         self.asked.append(asked)
         number = len(self.asked) - 1
         try:
@@ -60,7 +65,9 @@ class Client:
 
     async def chat(self, opened, body, **headers):
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
-        return await self.call("POST", opened["openai_base_url"] + "/chat/completions", opened["api_key"], body, headers)
+        return await self.call(
+            "POST", opened["openai_base_url"] + "/chat/completions", opened["api_key"], body, headers
+        )
 
     async def stats(self):
         return (await self.call("GET", self.url + "/stats"))[1]

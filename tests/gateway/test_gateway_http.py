@@ -25,7 +25,9 @@ ANSWER = encode("<ans>954<eos>")
 def solves(ids, _):
     """A policy that computes 63+43*9 through the tool."""
     text = decode(ids)
-    return encode("<ans>954<eos>" if "<res>954" in text else "<call>106*9</call>" if "<res>106" in text else "<call>63+43</call>")
+    return encode(
+        "<ans>954<eos>" if "<res>954" in text else "<call>106*9</call>" if "<res>106" in text else "<call>63+43</call>"
+    )
 
 
 def run(scenario, engine, run_dir, **more):
@@ -50,7 +52,9 @@ def test_the_calculator_agent_runs_through_the_whole_gateway(tmp_path, make):
 
     async def scenario(client):
         opened = await client.open(sample=5)
-        endpoint = Endpoint(opened["openai_base_url"], opened["api_key"], 4, client.http, shared_client(client.http, 10.0))
+        endpoint = Endpoint(
+            opened["openai_base_url"], opened["api_key"], 4, client.http, shared_client(client.http, 10.0)
+        )
         if make == "library client":
             plain = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
             endpoint.openai = lambda: plain
@@ -91,7 +95,9 @@ def test_a_retry_gets_the_stored_reply_and_a_repetition_gets_a_sample(tmp_path):
 
     body = run(scenario, engine, tmp_path)
     assert len(engine.asked) == 5
-    assert [decode(row.token_ids[-3:-1]) for row in trajectory_of(tmp_path, body).segments] == [f"<ans>{n}" for n in range(5)]
+    assert [decode(row.token_ids[-3:-1]) for row in trajectory_of(tmp_path, body).segments] == [
+        f"<ans>{n}" for n in range(5)
+    ]
 
 
 def test_retries_that_overlap_their_request_join_it(tmp_path):
@@ -140,7 +146,9 @@ def test_an_engine_failure_is_502_and_the_clients_own_retry_gets_the_same_contex
         opened = await client.open()
         status, body = await client.chat(opened, QUESTION)
         assert (status, body["error"]["type"]) == (502, "engine_error")
-        endpoint = Endpoint(opened["openai_base_url"], opened["api_key"], 4, client.http, shared_client(client.http, 10.0))
+        endpoint = Endpoint(
+            opened["openai_base_url"], opened["api_key"], 4, client.http, shared_client(client.http, 10.0)
+        )
         reply = await endpoint.openai().chat.completions.create(**QUESTION)
         assert reply.choices[0].message.content == "954"
         return (await client.finish(opened))[1]
@@ -256,7 +264,17 @@ def test_keys_open_their_own_door_only(tmp_path):
         assert len({one["rollout_id"], other["rollout_id"]}) == 2 and len(one["api_key"]) >= 32
         return [status for status, _ in results]
 
-    assert run(scenario, ScriptedEngine(lambda ids, n: ANSWER), tmp_path) == [401, 401, 401, 404, 401, 401, 401, 401, 401]
+    assert run(scenario, ScriptedEngine(lambda ids, n: ANSWER), tmp_path) == [
+        401,
+        401,
+        401,
+        404,
+        401,
+        401,
+        401,
+        401,
+        401,
+    ]
 
 
 def test_finish_is_repeatable_and_closes_the_door(tmp_path):
@@ -296,7 +314,9 @@ def test_a_request_of_the_wrong_shape_is_400_before_anything_is_sampled(tmp_path
         opened = await client.open()
         body = '{"messages": [{"role": "user", "content": "1+1=?"}], ' + more + "}"
         headers = {"Authorization": f"Bearer {opened['api_key']}"}
-        async with client.http.post(opened["openai_base_url"] + "/chat/completions", data=body, headers=headers) as response:
+        async with client.http.post(
+            opened["openai_base_url"] + "/chat/completions", data=body, headers=headers
+        ) as response:
             return response.status, (await response.json())["error"]["type"]
 
     assert run(scenario, engine, tmp_path) == (400, "invalid_request_error")
@@ -306,7 +326,11 @@ def test_a_request_of_the_wrong_shape_is_400_before_anything_is_sampled(tmp_path
 def test_any_template_name_and_any_depth_of_arguments_is_taken(tmp_path):
     async def scenario(client):
         opened = await client.open()
-        call = {"id": "c", "type": "function", "function": {"name": "calculator", "arguments": "[" * 50_000 + "]" * 50_000}}
+        call = {
+            "id": "c",
+            "type": "function",
+            "function": {"name": "calculator", "arguments": "[" * 50_000 + "]" * 50_000},
+        }
         turn = {"role": "assistant", "content": None, "tool_calls": [call]}
         deep = await client.chat(opened, {"messages": [user("q"), turn, user("r")]})
         named = await client.chat(opened, {**QUESTION, "chat_template_kwargs": {"self": 1}})
@@ -338,7 +362,9 @@ def test_a_trajectory_that_cannot_be_stored_says_so_and_can_be_finished_again(tm
 def test_an_agent_may_copy_and_close_its_client(tmp_path):
     async def scenario(client):
         opened = await client.open()
-        endpoint = Endpoint(opened["openai_base_url"], opened["api_key"], 4, client.http, shared_client(client.http, 10.0))
+        endpoint = Endpoint(
+            opened["openai_base_url"], opened["api_key"], 4, client.http, shared_client(client.http, 10.0)
+        )
         async with endpoint.openai() as first:
             await first.with_options(max_retries=0, timeout=5).chat.completions.create(**QUESTION)
         with pytest.raises(openai.BadRequestError):  # the library's own path still has its connections
@@ -463,7 +489,9 @@ def test_the_pooled_client_sends_what_the_library_sends(tmp_path):
         message = None
         for make in (openai.AsyncOpenAI, partial(PolicyClient, client.http)):
             policy = make(base_url=opened["openai_base_url"], api_key=opened["api_key"], http_client=http)
-            reply = await policy.chat.completions.create(**QUESTION, max_tokens=9, extra_body={"user": "u"}, temperature=openai.omit)
+            reply = await policy.chat.completions.create(
+                **QUESTION, max_tokens=9, extra_body={"user": "u"}, temperature=openai.omit
+            )
             message = reply.choices[0].message
             await policy.chat.completions.create(model="policy", messages=[user("63+43*9=?"), message, user("1+1=?")])
 

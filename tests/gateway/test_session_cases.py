@@ -30,9 +30,26 @@ def turns(tmp_path, stop=(3,)):
 def test_sampled_ids_stay_when_their_text_encodes_differently(tmp_path):
     symbols = ["r", "e", "i", "n", "t", "re", "in", "it", "rein", "init", "|"]
     merges = [["r", "e"], ["i", "n"], ["re", "in"], ["i", "t"], ["in", "it"]]
-    end = {"id": 11, "content": "<e>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    end = {
+        "id": 11,
+        "content": "<e>",
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
     vocab = {symbol: n for n, symbol in enumerate(symbols)}
-    toy = policy(tmp_path, vocab, merges, [end], {"type": "Fuse"}, None, [11], "{% for m in messages %}{{ m.content }}|{% endfor %}")
+    toy = policy(
+        tmp_path,
+        vocab,
+        merges,
+        [end],
+        {"type": "Fuse"},
+        None,
+        [11],
+        "{% for m in messages %}{{ m.content }}|{% endfor %}",
+    )
     assert toy.tokenizer.encode("reinit") == [8, 7]
     s = session(toy)
     prompt, message = ask(s, [user("t")], EngineSays([5, 9], [-0.2, -1.1]))
@@ -81,7 +98,14 @@ def test_columns_of_unequal_length_fail_and_the_retry_sees_the_same_context(tmp_
 RAW_CALL = '<call>{"lo":2 , "hi": 9,"note":"<é>"}</call>'
 
 
-@pytest.mark.parametrize("dumps", [str, lambda a: json.dumps(json.loads(a), separators=(",", ":")), lambda a: json.dumps(json.loads(a), sort_keys=True)])
+@pytest.mark.parametrize(
+    "dumps",
+    [
+        str,
+        lambda a: json.dumps(json.loads(a), separators=(",", ":")),
+        lambda a: json.dumps(json.loads(a), sort_keys=True),
+    ],
+)
 def test_a_tool_call_stays_as_sampled_however_its_arguments_are_written_back(dumps):
     toy = chatml_policy()
     encode = toy.tokenizer.encode
@@ -89,8 +113,16 @@ def test_a_tool_call_stays_as_sampled_however_its_arguments_are_written_back(dum
     prompt, message = ask(s, [user("go")], EngineSays(encode(RAW_CALL)))
     (call,) = message["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"lo": 2, "hi": 9, "note": "<é>"}
-    echoed = {"role": "assistant", "content": None, "tool_calls": [{**call, "function": {"name": "f", "arguments": dumps(call["function"]["arguments"])}}]}
-    following, _ = ask(s, [user("go"), echoed, {"role": "tool", "tool_call_id": call["id"], "content": "5"}], EngineSays(encode("ok<eos>")))
+    echoed = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{**call, "function": {"name": "f", "arguments": dumps(call["function"]["arguments"])}}],
+    }
+    following, _ = ask(
+        s,
+        [user("go"), echoed, {"role": "tool", "tool_call_id": call["id"], "content": "5"}],
+        EngineSays(encode("ok<eos>")),
+    )
     assert following == prompt + encode(RAW_CALL) + encode("<eos>\n<user>tool\n5<eos>\n<user>assistant\n")
     assert s.splits == []
 
@@ -101,13 +133,17 @@ def test_edited_arguments_are_new_context_in_a_new_row():
     _, message = ask(s, [user("go")], EngineSays(toy.tokenizer.encode(RAW_CALL)))
     edited = json.loads(json.dumps(message).replace('\\"lo\\": 2', '\\"lo\\": 3'))
     assert edited != message
-    following, _ = ask(s, [user("go"), edited, {"role": "tool", "tool_call_id": "x", "content": "5"}], EngineSays([265]))
+    following, _ = ask(
+        s, [user("go"), edited, {"role": "tool", "tool_call_id": "x", "content": "5"}], EngineSays([265])
+    )
     assert s.splits == ["history"]
-    assert toy.tokenizer.decode(following).startswith('<user>user\ngo<eos>\n<user>assistant\n<call>{"lo": 3, "hi": 9, "note": "<é>"}</call>')
+    assert toy.tokenizer.decode(following).startswith(
+        '<user>user\ngo<eos>\n<user>assistant\n<call>{"lo": 3, "hi": 9, "note": "<é>"}</call>'
+    )
     assert rows(s)[1].loss_mask == [0] * len(following) + [1]
 
 
-@pytest.mark.parametrize("cut", ['<call>{"lo": ', '<call>{"lo": 2', '<call>nonsense</call>', "<call>[1]</call>"])
+@pytest.mark.parametrize("cut", ['<call>{"lo": ', '<call>{"lo": 2', "<call>nonsense</call>", "<call>[1]</call>"])
 def test_a_call_that_cannot_be_parsed_is_text_with_a_reason_and_the_conversation_goes_on(cut):
     toy = chatml_policy()
     encode = toy.tokenizer.encode
@@ -123,7 +159,12 @@ def test_a_call_that_cannot_be_parsed_is_text_with_a_reason_and_the_conversation
 
 def test_a_template_that_drops_earlier_thinking_gives_two_rows(tmp_path):
     template = "{% for m in messages %}1{{ '' if m.role == 'user' else '2' }}{{ m.content }}3{% endfor %}{% if add_generation_prompt %}12{% endif %}"
-    template = template.replace("12", c(1, 20)).replace("1{", c(1) + "{").replace("'2'", f"'{c(20)}'").replace("}3", "}" + c(2))
+    template = (
+        template.replace("12", c(1, 20))
+        .replace("1{", c(1) + "{")
+        .replace("'2'", f"'{c(20)}'")
+        .replace("}3", "}" + c(2))
+    )
     spec = {
         "start_anchor": c(1, 20),
         "fields": {"reasoning_content": {"open": c(50), "close": c(52)}, "content": {"close": c(2)}},
@@ -134,7 +175,10 @@ def test_a_template_that_drops_earlier_thinking_gives_two_rows(tmp_path):
     assert (message["content"], message["reasoning_content"]) == (c(60, 61), c(51))
     second, _ = ask(s, [user(c(10, 11)), message, user(c(12))], EngineSays([50, 53, 52, 62, 2]))
     assert second == [1, 10, 11, 2, 1, 20, 60, 61, 2, 1, 12, 2, 1, 20]
-    assert [(len(row.token_ids), sum(row.loss_mask), row.loss_mask.index(1)) for row in rows(s)] == [(12, 6, 6), (19, 5, 14)]
+    assert [(len(row.token_ids), sum(row.loss_mask), row.loss_mask.index(1)) for row in rows(s)] == [
+        (12, 6, 6),
+        (19, 5, 14),
+    ]
     assert s.splits == ["template"]
 
 
@@ -160,9 +204,7 @@ def test_a_second_end_token_ends_a_turn_and_is_trained(tmp_path):
     assert row.loss_mask[5:7] == [1, 1] and row.finish_reasons == ["stop", "stop"]
 
 
-@pytest.mark.parametrize(
-    ("prompt_length", "expected"), [(10, 12), (24, 8), (31, 1), (32, 0), (33, 0)]
-)
+@pytest.mark.parametrize(("prompt_length", "expected"), [(10, 12), (24, 8), (31, 1), (32, 0), (33, 0)])
 def test_new_tokens_fit_budget_and_context(tmp_path, prompt_length, expected):
     s = session(turns(tmp_path), max_tokens=100, max_response_tokens=12, context_length=32)
     pending = s.plan({"messages": [user(c(*[10] * (prompt_length - 4)))]})
@@ -190,7 +232,9 @@ def test_a_tool_result_that_fits_after_the_last_budgeted_token_stays_in_the_row(
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     s = session(letters(tmp_path, [1, 3], [3], template), max_tokens=100, max_response_tokens=3)
     _, message = ask(s, [user(c(1, 10))], EngineSays([31, 32, 33]))
-    pending = s.plan({"messages": [user(c(1, 10)), message, {"role": "tool", "tool_call_id": "x", "content": c(41, 42)}]})
+    pending = s.plan(
+        {"messages": [user(c(1, 10)), message, {"role": "tool", "tool_call_id": "x", "content": c(41, 42)}]}
+    )
     assert pending.max_tokens == 0
     s.commit(pending, None)
     (row,) = rows(s)
@@ -199,8 +243,15 @@ def test_a_tool_result_that_fits_after_the_last_budgeted_token_stays_in_the_row(
 
 def test_three_turns_give_the_mask_of_the_definition(tmp_path):
     template = "{% for m in messages %}{{ {'user': '1', 'tool': '6', 'assistant': ''}[m.role] }}{{ m.content }}{% if m.role == 'assistant' %}3{% endif %}{% endfor %}{% if add_generation_prompt %}2{% endif %}"
-    template = template.replace("'1'", f"'{c(1)}'").replace("'6'", f"'{c(6)}'").replace("}3{", "}" + c(3) + "{").replace("}2{", "}" + c(2) + "{")
-    template = template.replace("{{ m.content }}", "{% if m.role == 'assistant' %}" + c(2) + "{% endif %}{{ m.content }}")
+    template = (
+        template.replace("'1'", f"'{c(1)}'")
+        .replace("'6'", f"'{c(6)}'")
+        .replace("}3{", "}" + c(3) + "{")
+        .replace("}2{", "}" + c(2) + "{")
+    )
+    template = template.replace(
+        "{{ m.content }}", "{% if m.role == 'assistant' %}" + c(2) + "{% endif %}{{ m.content }}"
+    )
     s = session(letters(tmp_path, [1, 2, 3, 6], [3], template))
     history = [user(c(10, 11, 12))]
     for sampled, result in (([20, 21, 3], c(30, 31)), ([22, 3], c(32)), ([23, 3], None)):
@@ -248,9 +299,14 @@ def test_two_tool_results_of_one_request_are_both_in_the_next_prompt():
     toy = chatml_policy()
     s = session(toy)
     _, message = ask(s, [user("go")], EngineSays(toy.tokenizer.encode('<call>{"a":1}</call>')))
-    results = [{"role": "tool", "tool_call_id": "x", "content": "first"}, {"role": "tool", "tool_call_id": "y", "content": "second"}]
+    results = [
+        {"role": "tool", "tool_call_id": "x", "content": "first"},
+        {"role": "tool", "tool_call_id": "y", "content": "second"},
+    ]
     following, _ = ask(s, [user("go"), message, *results], EngineSays([265]))
-    assert toy.tokenizer.decode(following).endswith("<user>tool\nfirst<eos>\n<user>tool\nsecond<eos>\n<user>assistant\n")
+    assert toy.tokenizer.decode(following).endswith(
+        "<user>tool\nfirst<eos>\n<user>tool\nsecond<eos>\n<user>assistant\n"
+    )
 
 
 def test_another_tool_list_is_another_conversation():
@@ -273,5 +329,8 @@ def test_the_calculator_conversation_is_the_token_sequence_of_the_task():
     (row,) = rows(s)
     expected = "<bos><user>63+43*9=?<asst><call>63+43</call><res>106</res><call>106*9</call><res>954</res><ans>954<eos>"
     assert decode(row.token_ids) == expected
-    assert decode([id for id, trained in zip(row.token_ids, row.loss_mask, strict=True) if trained]) == "<call>63+43</call><call>106*9</call><ans>954<eos>"
+    assert (
+        decode([id for id, trained in zip(row.token_ids, row.loss_mask, strict=True) if trained])
+        == "<call>63+43</call><call>106*9</call><ans>954<eos>"
+    )
     assert row.token_ids[:3] == [257, 258, ord("6")] and row.token_ids[-1] == 265

@@ -10,7 +10,7 @@ CHATML, CALCULATOR = chatml_policy(), calculator_policy()
 SPECIAL = [260, 261, 262, 263, 264]
 
 texts = st.one_of(
-    st.text(alphabet="ab 1\n\"{}<é", max_size=6),
+    st.text(alphabet='ab 1\n"{}<é', max_size=6),
     st.sampled_from(['<call>{"a": 1 }</call>', "<call>{", "<call>1+2</call>", "<think>x</think>y", "<ans>3", "\ufffd"]),
 )
 steps = st.lists(
@@ -53,7 +53,9 @@ def test_each_sampled_token_stands_once_behind_exactly_the_ids_the_engine_was_gi
             history[0] = user("edited")
         pending = s.plan({"messages": history})
         ids = policy.tokenizer.encode(step["say"]) + step["raw"] + ([265] if step["stop"] else []) or [97]
-        says = EngineSays(ids, [-1.0 - serial - n for n in range(len(ids))], finish_reason="stop" if step["stop"] else "length")
+        says = EngineSays(
+            ids, [-1.0 - serial - n for n in range(len(ids))], finish_reason="stop" if step["stop"] else "length"
+        )
         serial += len(ids)
         if step["settle"] == "now":
             settle(pending, says, history)
@@ -83,7 +85,7 @@ def test_each_sampled_token_stands_once_behind_exactly_the_ids_the_engine_was_gi
     assert rows(s) == [] or rows(s)[0].split_reason is None
 
 
-@given(texts=st.lists(st.text(alphabet="ab1+-*\"\\{}é\n ", max_size=8), min_size=1, max_size=6))
+@given(texts=st.lists(st.text(alphabet='ab1+-*"\\{}é\n ', max_size=8), min_size=1, max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_a_plain_conversation_is_one_row(texts):
     s = session(CHATML)

@@ -43,17 +43,35 @@ def c(*ids: int) -> str:
     return "".join(chr(0x4E00 + id) for id in ids)
 
 
-def letters(folder: Path, special: list[int], stop: list[int], template: str, response_template=None, size=100) -> Policy:
+def letters(
+    folder: Path, special: list[int], stop: list[int], template: str, response_template=None, size=100
+) -> Policy:
     """A policy whose ids 0..size-1 are single characters."""
     added = [
-        {"id": n, "content": c(n), "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        {
+            "id": n,
+            "content": c(n),
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
         for n in special
     ]
-    return policy(folder, {c(n): n for n in range(size)}, [], added, {"type": "Fuse"}, None, stop, template, response_template)
+    return policy(
+        folder, {c(n): n for n in range(size)}, [], added, {"type": "Fuse"}, None, stop, template, response_template
+    )
 
 
 def policy(folder, vocab, merges, added, decoder, pre_tokenizer, stop, template, response_template=None) -> Policy:
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+    }
     model |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocab, "merges": merges}
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
     whole |= {"pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder, "model": model}
@@ -70,7 +88,15 @@ def bytes_with_halved_emoji(folder: Path, template: str) -> Policy:
     halves = [(alphabet[0xF0], alphabet[0x9F]), (alphabet[0x98], alphabet[0x80])]
     vocab = {character: byte for byte, character in enumerate(alphabet)}
     vocab |= {left + right: 256 + n for n, (left, right) in enumerate(halves)}
-    end = {"id": 258, "content": "<end>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    end = {
+        "id": 258,
+        "content": "<end>",
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return policy(folder, vocab, [list(pair) for pair in halves], [end], level, level, [258], template)
 

@@ -42,7 +42,13 @@ class Peers:
         self.opened.append(await request.json())
         url = f"http://127.0.0.1:{self.port}/sessions/{name}"
         return web.json_response(
-            {"rollout_id": name, "session_url": url, "openai_base_url": url + "/v1", "api_key": "a" + name, "control_key": "c" + name}
+            {
+                "rollout_id": name,
+                "session_url": url,
+                "openai_base_url": url + "/v1",
+                "api_key": "a" + name,
+                "control_key": "c" + name,
+            }
         )
 
     async def chat(self, request):
@@ -53,7 +59,9 @@ class Peers:
             return web.json_response({"error": {"message": "engine-0 died"}}, status=502)
         message = {"role": "assistant", "content": said.upper()}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
-        return web.json_response({"id": "x", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]})
+        return web.json_response(
+            {"id": "x", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+        )
 
     async def finish(self, request):
         name = request.match_info["name"]
@@ -64,8 +72,17 @@ class Peers:
             return web.Response()
         self.finished[name] = body = await request.json()
         opened = self.opened[int(name[1:])]
-        receipt = {"rollout_id": name, "task_id": opened["task_id"], "sample": opened["sample"], "engine": "e", "lengths": [], "sampled": {}}
-        return web.json_response({**receipt, "where": None, **{k: body[k] for k in ("status", "reward", "metrics", "message")}})
+        receipt = {
+            "rollout_id": name,
+            "task_id": opened["task_id"],
+            "sample": opened["sample"],
+            "engine": "e",
+            "lengths": [],
+            "sampled": {},
+        }
+        return web.json_response(
+            {**receipt, "where": None, **{k: body[k] for k in ("status", "reward", "metrics", "message")}}
+        )
 
     async def take_receipts(self, request):
         self.posts += 1
@@ -95,8 +112,20 @@ class Peers:
 
 
 def group(number, question, samples=2, **more):
-    task = {"task_id": f"t{number}", "messages": [{"role": "user", "content": question}], "answer": question.upper(), "metadata": {"n": number}}
-    return {"task_id": f"t{number}", "kind": "train", "samples": list(range(samples)), "temperature": 1.0, "task": task, **more}
+    task = {
+        "task_id": f"t{number}",
+        "messages": [{"role": "user", "content": question}],
+        "answer": question.upper(),
+        "metadata": {"n": number},
+    }
+    return {
+        "task_id": f"t{number}",
+        "kind": "train",
+        "samples": list(range(samples)),
+        "temperature": 1.0,
+        "task": task,
+        **more,
+    }
 
 
 def work(peers, agent, concurrency=8, timeout=5.0, patience=2.0, **urls):
@@ -105,7 +134,15 @@ def work(peers, agent, concurrency=8, timeout=5.0, patience=2.0, **urls):
             base = f"http://127.0.0.1:{peers.port}"
             urls.setdefault("coordinator", base)
             urls.setdefault("gateway", base)
-            settings = WorkerSettings("worker-0", **urls, run_token="token", concurrency=concurrency, timeout=timeout, max_turns=4, patience=patience)
+            settings = WorkerSettings(
+                "worker-0",
+                **urls,
+                run_token="token",
+                concurrency=concurrency,
+                timeout=timeout,
+                max_turns=4,
+                patience=patience,
+            )
             await Worker(settings, agent).run()
 
     asyncio.run(inside())
@@ -140,9 +177,9 @@ class Behaves:
         if text == "own timeout":
             raise TimeoutError("a tool of mine timed out")
         if text == "break the engine":
-            await openai.AsyncOpenAI(base_url=chat.base_url, api_key=chat.api_key, max_retries=0).chat.completions.create(
-                model=chat.model, messages=task.messages
-            )
+            await openai.AsyncOpenAI(
+                base_url=chat.base_url, api_key=chat.api_key, max_retries=0
+            ).chat.completions.create(model=chat.model, messages=task.messages)
         if text == "exit":
             exec("raise SystemExit(0)")  # as model-written code may
         if text == "cancelled tool":
@@ -172,7 +209,9 @@ class _Unprintable(Exception):
 def test_every_sample_of_every_group_is_run_once_and_reported():
     agent = Asks()
     peers = work(Peers([group(n, f"q{n}") for n in range(6)]), agent, concurrency=5)
-    assert sorted((r["task_id"], r["sample"]) for r in peers.receipts) == [(f"t{n}", s) for n in range(6) for s in range(2)]
+    assert sorted((r["task_id"], r["sample"]) for r in peers.receipts) == [
+        (f"t{n}", s) for n in range(6) for s in range(2)
+    ]
     assert {(r["status"], r["reward"]) for r in peers.receipts} == {("ok", 1.0)}
     assert peers.receipts[0]["metrics"] == {"turns": 1.0, "limit": 4.0}
     assert agent.most <= 5 and max(peers.asked) == 5 and min(peers.asked) >= 1
@@ -210,7 +249,11 @@ def test_an_eval_group_keeps_its_kind_and_temperature():
     ],
 )
 def test_a_failure_has_a_kind_and_no_reward_and_others_go_on(text, status, message):
-    peers = work(Peers([group(0, text, samples=1), group(1, "good", samples=1)]), Behaves(), timeout=0.2 if text == "sleep" else 5.0)
+    peers = work(
+        Peers([group(0, text, samples=1), group(1, "good", samples=1)]),
+        Behaves(),
+        timeout=0.2 if text == "sleep" else 5.0,
+    )
     failed, good = sorted(peers.receipts, key=lambda receipt: receipt["task_id"])
     assert (failed["status"], failed["reward"]) == (status, None)
     assert message in failed["message"]
@@ -237,7 +280,9 @@ def test_a_peer_that_refuses_ends_the_worker_with_its_words():
     with pytest.raises(ExceptionGroup) as caught:
         work(_Refusing([group(0, "q")]), Asks())
     assert isinstance(caught.value.exceptions[0], PeerRefused)
-    assert "the gateway answered 400" in str(caught.value.exceptions[0]) and "no such temperature" in str(caught.value.exceptions[0])
+    assert "the gateway answered 400" in str(caught.value.exceptions[0]) and "no such temperature" in str(
+        caught.value.exceptions[0]
+    )
 
 
 class _Refusing(Peers):

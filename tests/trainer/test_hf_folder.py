@@ -15,8 +15,20 @@ from megatron_agentrl.trainer.weights_io import iterate_hf, load_hf, save_hf
 
 CONFIG = nemotron(hybrid_override_pattern="M-", n_groups=4)
 ONE = SimpleNamespace(
-    rank=0, world=1, tp=0, tp_size=1, pp=0, pp_size=1, vpp_size=1, cp_size=1, ep=0, ep_size=1, etp=0, etp_size=1,
-    first_stage_layers=None, last_stage_layers=None,
+    rank=0,
+    world=1,
+    tp=0,
+    tp_size=1,
+    pp=0,
+    pp_size=1,
+    vpp_size=1,
+    cp_size=1,
+    ep=0,
+    ep_size=1,
+    etp=0,
+    etp_size=1,
+    first_stage_layers=None,
+    last_stage_layers=None,
 )
 DOWN = "backbone.layers.1.mixer.down_proj.weight"
 INDEX = "model.safetensors.index.json"
@@ -273,7 +285,12 @@ def test_a_tied_checkpoint_loads_with_or_without_a_second_head(source, tmp_path)
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(WeightsError, match="tie_word_embeddings=true, but lm_head.weight differs from backbone.emb"):
         load(source, config)
-    edit(source, "lm_head.weight", values()["backbone.embeddings.weight"].float(), file=index_of(source)["lm_head.weight"])
+    edit(
+        source,
+        "lm_head.weight",
+        values()["backbone.embeddings.weight"].float(),
+        file=index_of(source)["lm_head.weight"],
+    )
     model = load(source, config)  # the source still holds lm_head.weight
     assert "output_layer.weight" not in dict(model[0].named_parameters())
     save_hf(tmp_path / "out", source, iterate_hf(model, config, ONE, torch.float32))
