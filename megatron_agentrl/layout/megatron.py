@@ -258,7 +258,7 @@ def check_divisibility(config: Config, at: Coordinates) -> None:
         facts.append(("n_groups", size(config, "n_groups", "mamba_n_groups"), "TP", at.tp))
     if "E" in pattern:
         facts.append(("experts", _experts(config), "EP", at.ep))
-        facts.append(("moe_intermediate_size", size(config, "moe_intermediate_size"), "expert TP", at.etp))
+        facts.append(("moe_intermediate_size", size(config, "moe_intermediate_size", "intermediate_size"), "expert TP", at.etp))
     for key, value, what, parts in facts:
         if value % parts:
             raise LayoutError(

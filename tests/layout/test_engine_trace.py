@@ -20,7 +20,7 @@ from megatron_agentrl.layout.engine import EngineTopology
 ROOT = Path(__file__).parents[2]
 #: Two KV heads, and sizes that eight ranks divide.
 WIDE = nemotron(n_groups=8, intermediate_size=48, moe_intermediate_size=24, moe_shared_expert_intermediate_size=32)
-LATENT = nemotron(moe_latent_size=16, hybrid_override_pattern="ME*-", num_attention_heads=4)
+LATENT = nemotron(moe_latent_size=16, hybrid_override_pattern="ME-*E-", num_attention_heads=4)
 MOE = qwen3_moe(num_attention_heads=8, num_key_value_heads=2, moe_intermediate_size=8, intermediate_size=24)
 MIXED = qwen3_moe(num_key_value_heads=2, mlp_only_layers=[1], tie_word_embeddings=True)
 
