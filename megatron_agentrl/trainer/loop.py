@@ -363,8 +363,7 @@ def evaluate(t: Trainer, tag: str, version: int) -> None:
             "tokens_sampled": reply["tokens"],
             "seconds": time.perf_counter() - t0,
         }
-        # The agent's own metrics may not take the place of these.
-        own = {f"{name}_" if name in line else name: value for name, value in reply["metrics"].items()}
+        own = {name if name == "reward" else f"agent/{name}": value for name, value in reply["metrics"].items()}
         t.metrics.log("eval", version, line | own)
         return True
 
