@@ -26,14 +26,14 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.optimizer import distrib_optimizer as _distrib
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
-from megatron_agentrl.trainer import loss_scale, whole_optimizer
+from megatron_agentrl.trainer import loss_scale, optimizer_state
 from megatron_agentrl.trainer.checkpoint_match import check_same_model
 from megatron_agentrl.trainer.optimizer import parts
 
@@ -79,9 +79,9 @@ def save(
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
     dist.barrier()
-    _fill_state(optimizer)
     state = _model_state(models)
-    state["optimizer"] = _optimizer_state(optimizer, models, state, loading=False)
+    if optimizer_state.has_moments(optimizer):
+        state["optimizer"] = optimizer_state.to_save(optimizer, models, state)
     state["rng"] = _rng_object(_rng_state())
     _write(state, tmp)
     if dist.get_rank() == 0:
@@ -89,7 +89,7 @@ def save(
         if before_complete is not None:
             before_complete(tmp)
         facts = {"optimizer_step": _adam_step(optimizer), "loss_scale": loss_scale.state(parts(optimizer))}
-        _complete(tmp, final, {"step": step, **facts})
+        _complete(tmp, final, {"step": step, "layout": _layout(), **facts})
     dist.barrier()
     return final
 
@@ -97,8 +97,8 @@ def save(
 def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
     """Read a complete checkpoint into the model and the optimizer; returns `extra`. Collective.
 
-    The parallel layout may differ from the one that wrote it. The random state is restored when the world
-    has the same size, and left as `topology.init` seeded it otherwise.
+    The parallel layout may differ from the one that wrote it. The random state is restored when it is the same, and
+    left as `topology.init` seeded it otherwise: which ranks draw alike depends on the layout, not on their number.
 
     Raises:
         IncompleteCheckpoint: the folder was never completed, or a file of it is missing or truncated.
@@ -108,21 +108,20 @@ def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
     mark = check(folder)
     state = _model_state(models)
     check_same_model(folder, state)
-    _fill_state(optimizer)
-    state["optimizer"] = _optimizer_state(optimizer, models, state, loading=True)
-    same_world = mark["world"] == dist.get_world_size()
-    if same_world:
+    has_moments = optimizer_state.has_moments(optimizer)
+    if has_moments:
+        _fill_state(optimizer)
+        state["optimizer"] = optimizer_state.to_load(optimizer, models, state)
+    same_layout = mark.get("layout") == _layout()
+    if same_layout:
         state["rng"] = _rng_object(None)
     loaded = dist_checkpointing.load(state, str(folder))
     _put_model(models, loaded)
-    if loaded.get("optimizer"):
-        if _is_whole(optimizer):
-            whole_optimizer.put(_inner(optimizer), models, loaded["optimizer"])
-        else:
-            optimizer.load_state_dict(loaded["optimizer"])
+    if has_moments:
+        optimizer_state.put(optimizer, models, loaded["optimizer"])
         _set_adam_step(optimizer, mark["optimizer_step"])
         loss_scale.restore(parts(optimizer), mark.get("loss_scale"))
-    if same_world:
+    if same_layout:
         _put_rng(loaded["rng"])
     return json.loads((folder / "extra.json").read_text())
 
@@ -275,8 +274,6 @@ def _metadata() -> dict[str, Any]:
     return {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
     }
 
 
@@ -301,44 +298,22 @@ def _put_model(models: list[Any], loaded: dict[str, Any]) -> None:
             raise IncompleteCheckpoint(f"model chunk {index}: missing {missing}, unexpected {list(unexpected)}")
 
 
-def _is_whole(optimizer: Any) -> bool:
-    """Whether this is an Adam whose state is not sharded over data-parallel ranks."""
-    inner = _inner(optimizer)
-    sharded = any(isinstance(part, _distrib.DistributedOptimizer) for part in parts(optimizer))
-    return not sharded and bool(inner) and not isinstance(inner[0], torch.optim.SGD)
-
-
-def _optimizer_state(optimizer: Any, models: list[Any], model_state: dict[str, Any], loading: bool) -> dict[Any, Any]:
-    """Sharded moments and float32 weights by parameter; everything else stays local to this process."""
-    if _is_whole(optimizer):
-        return whole_optimizer.sharded_state(_inner(optimizer), models, model_state)
-    if not any(isinstance(part, _distrib.DistributedOptimizer) for part in parts(optimizer)):
-        return {}  # plain SGD on float32 weights keeps no state
-    whole = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_metadata())
-    chained = [whole] if len(parts(optimizer)) == 1 else list(whole.values())
-    for state in chained:
-        for name in list(state):
-            if name != "param_state":
-                state[name] = LocalNonpersistentObject(state[name])
-    return whole
-
-
 def _inner(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [part.optimizer for part in parts(optimizer) if getattr(part, "optimizer", None) is not None]
 
 
 def _fill_state(optimizer: Any) -> None:
-    """Give torch's Adam the state it has before its first step; megatron-core expects it to be there."""
-    if _distrib.HAVE_APEX_OR_TE:
-        return
-    for inner in _inner(optimizer):
-        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+    """Give Adam, before its first step, room for the state that is about to be loaded."""
+    for part in parts(optimizer):
+        if _distrib.HAVE_APEX_OR_TE and isinstance(part, _distrib.DistributedOptimizer):
+            part.load_state_dict(part.state_dict())  # megatron-core's own way to allocate it
             continue
-        for group in inner.param_groups:
+        for group in part.optimizer.param_groups if part.optimizer is not None else []:
             for parameter in group["params"]:
-                state = inner.state[parameter]
+                state = part.optimizer.state[parameter]
                 if not state:
-                    state["step"] = torch.zeros(())
+                    if not _distrib.HAVE_APEX_OR_TE:
+                        state["step"] = torch.zeros(())
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
 
@@ -347,26 +322,40 @@ def _adam_step(optimizer: Any) -> int:
     """How many steps Adam has taken: per parameter in torch, per group in Transformer Engine and apex."""
     steps = {int(s["step"]) for inner in _inner(optimizer) for s in inner.state.values() if "step" in s}
     if not steps:
-        # Only then: a load leaves a "step" in torch's groups too, which its Adam never counts on.
-        steps = {int(group["step"]) for inner in _inner(optimizer) for group in inner.param_groups if "step" in group}
+        steps = {
+            int(group["step"])
+            for inner in _inner(optimizer)
+            for group in inner.param_groups
+            if group["params"] and "step" in group
+        }
     if len(steps) > 1:
         raise RuntimeError(f"parameters disagree on the optimizer's step: {sorted(steps)}")
     return steps.pop() if steps else 0
 
 
 def _set_adam_step(optimizer: Any, step: int) -> None:
-    """Set the step count, in a tensor of its own per parameter.
-
-    megatron-core 0.19.2 gives all parameters one shared tensor after a load; torch then raises the count once
-    per parameter and step, and the bias correction is silently wrong from there on.
-    """
+    """Set the step count: a tensor of its own per parameter in torch; in Transformer Engine and apex a number of each
+    group that has parameters, which is not there before the first step (and without it they would count from 1)."""
     for inner in _inner(optimizer):
         for group in inner.param_groups:
-            if "step" in group:
+            if "step" in group or (_distrib.HAVE_APEX_OR_TE and group["params"] and step):
                 group["step"] = step
         for state in inner.state.values():
             if "step" in state:
                 state["step"] = torch.full_like(state["step"], float(step))
+
+
+def _layout() -> dict[str, int]:
+    """The sizes that decide which rank draws which random numbers."""
+    ps = parallel_state
+    return {
+        "world": dist.get_world_size(),
+        "tp": ps.get_tensor_model_parallel_world_size(),
+        "pp": ps.get_pipeline_model_parallel_world_size(),
+        "cp": ps.get_context_parallel_world_size(),
+        "ep": ps.get_expert_model_parallel_world_size(),
+        "etp": ps.get_expert_tensor_parallel_world_size(),
+    }
 
 
 def _rng_state() -> dict[str, Any]:

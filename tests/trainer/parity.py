@@ -201,15 +201,15 @@ def free_port() -> int:
     raise RuntimeError("no free port between 20011 and 32000")
 
 
-def start_processes(shared: Path, world: int, cells: list[str]) -> None:
-    """Run the cells in `world` processes; their output is the error's text where one fails."""
+def start_processes(shared: Path, world: int, cells: list[str], script: Path = HERE / "parity.py") -> None:
+    """Run the script's cells in `world` processes; their output is the error's text where one fails."""
     env = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), str(HERE), str(HERE.parent / "layout")])
     command = [
         sys.executable,
         "-W",
         "ignore",
-        str(HERE / "parity.py"),
+        str(script),
         "--worker",
         str(shared),
         str(free_port()),

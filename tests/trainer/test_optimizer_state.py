@@ -1,4 +1,7 @@
-"""Adam's state whole on each rank (distributed_optimizer=false): its checkpoints are those of the sharded one."""
+"""Adam's state whole on each rank (distributed_optimizer=false): its checkpoints are those of the sharded one.
+
+Every layout against every other is `test_checkpoint_matrix`.
+"""
 
 from __future__ import annotations
 
