@@ -8,13 +8,13 @@ the router that leaves padding out of the expert-bias counts. No model configura
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as te_stack_spec
@@ -164,6 +164,24 @@ def local_stack_spec(mixer: dict[str, Any]) -> ModuleSpec:
     )
 
 
+def _transformer_engine_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
+    """megatron-core's tree with this mixer, this router, and the norms of queries and keys, which it leaves out."""
+    stack = te_stack_spec.submodules
+    mamba, attention, experts = stack.mamba_layer, stack.attention_layer, stack.moe_layer
+
+    def within(layer: ModuleSpec, **changed: Any) -> ModuleSpec:
+        return replace(layer, submodules=replace(layer.submodules, **changed))
+
+    mamba = within(mamba, mixer=replace(mamba.submodules.mixer, params=mixer))
+    if config.qk_layernorm:
+        inner = within(attention.submodules.self_attention, q_layernorm=TENorm, k_layernorm=TENorm)
+        attention = within(attention, self_attention=inner)
+    build = experts.submodules.mlp
+    router = partial(build.func, submodules=replace(build.keywords["submodules"], router=Router))
+    experts = within(experts, mlp=router)
+    return within(te_stack_spec, mamba_layer=mamba, attention_layer=attention, moe_layer=experts)
+
+
 def stack_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
     """The specification for this machine: megatron-core's own where Transformer Engine is present.
 
@@ -171,15 +189,7 @@ def stack_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
         ValueError: the configuration needs Transformer Engine, which is absent.
     """
     if HAVE_TE:
-        spec = copy.deepcopy(te_stack_spec)
-        spec.submodules.mamba_layer.submodules.mixer.params = mixer
-        experts = spec.submodules.moe_layer.submodules
-        found = experts.mlp.keywords["submodules"]
-        experts.mlp = partial(
-            experts.mlp.func,
-            submodules=MoESubmodules(experts=found.experts, shared_experts=found.shared_experts, router=Router),
-        )
-        return spec
+        return _transformer_engine_spec(config, mixer)
     for feature, used in (
         ("fp8", bool(config.fp8)),
     ):
