@@ -127,6 +127,7 @@ POSITIVE = (
     "deadlines.start",
     "deadlines.stop",
     "deadlines.eval",
+    "deadlines.checkpoint",
 )
 
 

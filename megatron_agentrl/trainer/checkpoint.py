@@ -1,6 +1,6 @@
 """Distributed checkpoints that are either complete or not there.
 
-`save` writes `step_N.tmp`, then a mark that lists every file with its size, then renames to `step_N`; a
+`save` (or `start`, `Started.write`, `finish`, its three parts) writes `step_N.tmp`, then a mark that lists every file with its size, then renames to `step_N`; a
 process killed at any moment leaves a folder that `newest` and `load` refuse. Weights and optimizer state are
 megatron-core's `torch_dist` format under Transformer Engine's key names, per parameter, so that another
 parallel layout can load them. Schedules and anything else of the run travel in `extra` (JSON).
@@ -19,6 +19,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +27,11 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer import distrib_optimizer as _distrib
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
@@ -54,6 +57,75 @@ class Newest(NamedTuple):
     skipped: list[str]
 
 
+@dataclass
+class Started:
+    """A checkpoint whose content is fixed and planned, but not on disk: `write` it, then `finish` it."""
+
+    tmp: Path
+    final: Path
+    facts: dict[str, Any]
+    request: AsyncRequest
+
+    def write(self) -> None:
+        """Put this rank's tensors on disk. Not collective, touches neither model nor device: any thread may run it.
+
+        A failure is raised by `finish`, on every rank.
+        """
+        if self.request.async_fn is not None:  # a rank may have nothing to write
+            self.request.async_fn(*self.request.async_fn_args, **self.request.async_fn_kwargs)
+
+
+def start(
+    folder: Path,
+    models: list[Any],
+    optimizer: Any,
+    step: int,
+    extra: dict[str, Any],
+    before_complete: Callable[[Path], None] | None = None,
+    copy: bool = False,
+) -> Started:
+    """Fix the content of `folder/step_{step}`. Collective; arguments as for `save`.
+
+    Args:
+        copy: copy on the host also what is there already, so that training may go on before the checkpoint is written.
+    """
+    folder = Path(folder)
+    final, tmp = folder / f"step_{step}", folder / f"step_{step}.tmp"
+    text = json.dumps(extra, indent=1)  # refused before anything is written
+    if dist.get_rank() == 0:
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir(parents=True)
+    dist.barrier()
+    state = _model_state(models)
+    if optimizer_state.has_moments(optimizer):
+        state["optimizer"] = optimizer_state.to_save(optimizer, models, state)
+    state["rng"] = _rng_object(_rng_state())
+    if copy:
+        _copy_host_tensors(state)
+    request = _request(state, tmp)
+    facts: dict[str, Any] = {"step": step, "layout": _layout(), "optimizer_step": _adam_step(optimizer)}
+    facts["loss_scale"] = loss_scale.state(parts(optimizer))
+    if dist.get_rank() == 0:
+        (tmp / "extra.json").write_text(text)
+        if before_complete is not None:
+            before_complete(tmp)
+    return Started(tmp, final, facts, request)
+
+
+def finish(started: Started) -> Path:
+    """Declare a written checkpoint complete; returns its final folder. Collective.
+
+    Raises:
+        CheckpointException: on every rank, where a rank failed to write.
+    """
+    for finalize in started.request.finalize_fns:
+        finalize()
+    if dist.get_rank() == 0:
+        _complete(started.tmp, started.final, started.facts)
+    dist.barrier()
+    return started.final
+
+
 def save(
     folder: Path,
     models: list[Any],
@@ -72,26 +144,9 @@ def save(
 
     Returns the final folder. An existing `step_{step}` is replaced.
     """
-    folder = Path(folder)
-    final, tmp = folder / f"step_{step}", folder / f"step_{step}.tmp"
-    text = json.dumps(extra, indent=1)  # refused before anything is written
-    if dist.get_rank() == 0:
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
-    dist.barrier()
-    state = _model_state(models)
-    if optimizer_state.has_moments(optimizer):
-        state["optimizer"] = optimizer_state.to_save(optimizer, models, state)
-    state["rng"] = _rng_object(_rng_state())
-    _write(state, tmp)
-    if dist.get_rank() == 0:
-        (tmp / "extra.json").write_text(text)
-        if before_complete is not None:
-            before_complete(tmp)
-        facts = {"optimizer_step": _adam_step(optimizer), "loss_scale": loss_scale.state(parts(optimizer))}
-        _complete(tmp, final, {"step": step, "layout": _layout(), **facts})
-    dist.barrier()
-    return final
+    started = start(folder, models, optimizer, step, extra, before_complete)
+    started.write()
+    return finish(started)
 
 
 def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
@@ -134,11 +189,9 @@ def save_weights(folder: Path, models: list[Any]) -> Path:
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
     dist.barrier()
-    _write(_model_state(models), tmp)
-    if dist.get_rank() == 0:
-        _complete(tmp, folder, {"step": 0, "optimizer_step": 0})
-    dist.barrier()
-    return folder
+    started = Started(tmp, folder, {"step": 0, "optimizer_step": 0}, _request(_model_state(models), tmp))
+    started.write()
+    return finish(started)
 
 
 def load_weights(folder: Path, models: list[Any]) -> None:
@@ -260,14 +313,24 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _write(state: dict[str, Any], folder: Path) -> None:
-    # megatron-core collects the writers' results through a manager process, for its asynchronous saves; started
-    # by "spawn", that imports the program's main module again and stays alive. Writers of a synchronous save
-    # are threads of this process, for which a plain queue is enough.
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
-    torch_strategy._logged_mcore_async_deprecation = True  # a warning about asynchronous saves, which this is not
-    dist_checkpointing.save(state, str(folder))
+def _copy_host_tensors(state: dict[str, Any]) -> None:
+    """Part the state from what training changes. Tensors on a device are copied by the request itself."""
+    for entry in nested_values(state):
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data.device.type == "cpu":
+            entry.data = entry.data.detach().clone()
+
+
+def _request(state: dict[str, Any], folder: Path) -> AsyncRequest:
+    """megatron-core's plan of who writes what, with this rank's tensors on the host. Collective."""
+    # It collects the writers' results through a manager process by default; started by "spawn", that imports the
+    # program's main module again and stays alive. Writers are threads here, for which a plain queue is enough.
+    filesystem_async._results_queue = queue.Queue()
+    torch_strategy._logged_mcore_async_deprecation = True  # it advises a package that writes by processes
+    request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
+    if request.preload_fn is not None:
+        rank, _, results = request.async_fn_args
+        request = request._replace(async_fn_args=(rank, request.preload_fn(), results), preload_fn=None)
+    return request
 
 
 def _metadata() -> dict[str, Any]:

@@ -170,7 +170,8 @@ def _gathered(
     if group.rank() != writer:
         return None
     whole = bits.cpu().view(torch.float32)
-    return {kind: row.view(parameter.shape) for kind, row in zip(KINDS, whole, strict=True)}
+    # Each in storage of its own: megatron-core's writer copies what is a part of another.
+    return {kind: row.clone().view(parameter.shape) for kind, row in zip(KINDS, whole, strict=True)}
 
 
 def _entries(model_state: dict[str, Any]) -> dict[int, Sharded]:
