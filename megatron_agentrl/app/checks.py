@@ -89,22 +89,23 @@ def _names(tree: ast.Module) -> set[str]:
 
 def _weight_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:
     """Whether config.json has a layout, and whether the folder's weights are that model: by their headers alone."""
-    # Imported here: reading headers takes safetensors and numpy.
-    from megatron_agentrl.trainer.hf_headers import WeightsError, differences, locate, some
-
-    folder = Path(recipe.model.path)
+    folder, heads = Path(recipe.model.path), recipe.model.mtp.train and mode != "eval"
     try:
-        expected = hf_tensors(config)
-        if recipe.model.init is Init.random and mode != "eval":
-            return
-        stored = locate(folder, dict(architecture(config).ALIASES))
+        expected = hf_tensors(config, heads)
     except LayoutError as error:
         yield f"model.path={folder}: {error}"
         return
+    if recipe.model.init is Init.random and mode != "eval":
+        return
+    # Imported here: reading headers takes safetensors and numpy.
+    from megatron_agentrl.trainer.hf_headers import WeightsError, differences, locate, some
+
+    try:
+        stored = locate(folder, dict(architecture(config).ALIASES))
     except WeightsError as error:
         yield f"model.path={folder}: {error}; save the model there again"
         return
-    if found := differences(config, {name: tensor.shape for name, tensor in stored.items()}):
+    if found := differences(config, {name: tensor.shape for name, tensor in stored.items()}, heads):
         yield (
             f"model.path={folder}: the weights are not the model of config.json ({len(stored)} tensors, expected "
             f"{len(expected)}): {some(found, 3)}; put the two files of one model there"

@@ -65,17 +65,17 @@ def main() -> None:
         models = model.build(hf_config, recipe, rank)
         if resume_at is None:
             if recipe.model.init is Init.random:
-                if t.first:
-                    write_random(args.run / "init", source, recipe.seed)
+                if rank.is_first:
+                    write_random(args.run / "init", source, recipe.seed, heads=recipe.model.mtp.train)
                 torch.distributed.barrier()
                 source = args.run / "init"
             load_hf(models, hf_config, source, rank)
         t.models = optimizer.wrap(models, recipe.optimizer, recipe)
-    if t.first and args.mode != "export":
+    if rank.is_first and args.mode != "export":
         t.metrics = MetricsWriter(args.run, recipe.observe.tensorboard, resume_at=resume_at)
         for reason in newest.skipped:
             print(f"checkpoint passed over: {reason}", flush=True)
-    if t.first and args.mode == "train":
+    if rank.is_first and args.mode == "train":
         t.coordinator = CoordinatorClient(endpoints.coordinator, endpoints.token)
         engines = [VllmEngine(f"engine-{i}", url, endpoints.token) for i, url in enumerate(endpoints.engines)]
         t.publisher = Publisher(
@@ -99,7 +99,7 @@ def main() -> None:
             loop.warm_start(t, rows)
     if args.mode == "train":
         with events.span("engines"):
-            for engine in engines if t.first else []:
+            for engine in engines if rank.is_first else []:
                 engine.wait_ready(time.monotonic() + recipe.rollout.start_timeout)
         loop.reinforce(t, resume_at)
     loop.export(t, args.run / "export")

@@ -61,18 +61,36 @@ def layer(config: Config, index: int) -> list[Entry]:
     at = f"model.layers.{index // 2}."
     if letter == "*":
         return _attention(config, at)
-    norm = Source(at + "post_attention_layernorm.weight", (size(config, "hidden_size"),))
     if letter == "-":
-        gate, up, down = _gated(config, at + "mlp", size(config, "intermediate_size"))
-        return [
-            replicated("mlp.linear_fc1.layer_norm_weight", norm),
-            rows("mlp.linear_fc1.weight", gate, up),
-            columns("mlp.linear_fc2.weight", down),
-        ]
-    router = Source(at + "mlp.gate.weight", (experts(config), size(config, "hidden_size")))
-    found = [replicated("pre_mlp_layernorm.weight", norm), replicated("mlp.router.weight", router)]
-    for e in range(experts(config)):
-        gate, up, down = _gated(config, f"{at}mlp.experts.{e}", size(config, "moe_intermediate_size"))
+        return dense_mlp(config, at)
+    return [*router(config, at, experts(config)), *routed_experts(config, at, experts(config))]
+
+
+def dense_mlp(config: Config, at: str) -> list[Entry]:
+    """A gated MLP and the norm before it; `at` begins the disk names of its HF layer."""
+    norm = Source(at + "post_attention_layernorm.weight", (size(config, "hidden_size"),))
+    gate, up, down = gated(config, at + "mlp", size(config, "intermediate_size"))
+    return [
+        replicated("mlp.linear_fc1.layer_norm_weight", norm),
+        rows("mlp.linear_fc1.weight", gate, up),
+        columns("mlp.linear_fc2.weight", down),
+    ]
+
+
+def router(config: Config, at: str, count: int) -> list[Entry]:
+    """The norm before a mixture of `count` experts, and its router."""
+    h = size(config, "hidden_size")
+    return [
+        replicated("pre_mlp_layernorm.weight", Source(at + "post_attention_layernorm.weight", (h,))),
+        replicated("mlp.router.weight", Source(at + "mlp.gate.weight", (count, h))),
+    ]
+
+
+def routed_experts(config: Config, at: str, count: int) -> list[Entry]:
+    """The `count` gated experts of a mixture."""
+    found = []
+    for e in range(count):
+        gate, up, down = gated(config, f"{at}mlp.experts.{e}", size(config, "moe_intermediate_size"))
         found.append(rows("linear_fc1.weight", gate, up, group="etp", expert=e))
         found.append(columns("linear_fc2.weight", down, group="etp", expert=e))
     return found
@@ -97,7 +115,7 @@ def _attention(config: Config, at: str) -> list[Entry]:
     return found
 
 
-def _gated(config: Config, prefix: str, ffn: int) -> tuple[Source, Source, Source]:
+def gated(config: Config, prefix: str, ffn: int) -> tuple[Source, Source, Source]:
     """gate, up and down of one SwiGLU."""
     h = size(config, "hidden_size")
     gate, up = (Source(f"{prefix}.{name}_proj.weight", (ffn, h)) for name in ("gate", "up"))

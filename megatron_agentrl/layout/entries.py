@@ -50,6 +50,7 @@ class Entry:
     group     over which ranks it is cut: `tp`, or `etp` for routed experts
     expert    global expert id, None for anything that every expert-parallel rank holds
     shares    True where `sources` already belong to another entry (tied head): loaded here, exported there
+    latent    MLA's down projections: cut as `split` says in a local build, held whole with Transformer Engine
     """
 
     name: str
@@ -60,6 +61,7 @@ class Entry:
     expert: int | None = None
     fp32: bool = False
     shares: bool = False
+    latent: bool = False
 
     def cut(self, size: int, rank: int) -> tuple[tuple[int, ...], tuple[Box, ...], tuple[Padding, ...]]:
         """Local shape, boxes and padding of part `rank` of `size`."""
@@ -115,6 +117,7 @@ def rows(
     group: Literal["tp", "etp"] = "tp",
     expert: int | None = None,
     fp32: bool = False,
+    latent: bool = False,
 ) -> Entry:
     """Column-parallel: rows are cut. Several sources are one block each (gate, up); `blocks` gives the row
     counts of the blocks of a single source (Mamba's z, x, B, C, dt)."""
@@ -128,7 +131,7 @@ def rows(
         cuts = tuple((Interval(source.name, start, start + n),) for start, n in zip(starts, blocks, strict=True))
     else:
         cuts = tuple((_whole(source),) for source in sources)
-    return Entry(name, sources, cuts, "rows", group=group, expert=expert, fp32=fp32)
+    return Entry(name, sources, cuts, "rows", group=group, expert=expert, fp32=fp32, latent=latent)
 
 
 def columns(name: str, source: Source, *, group: Literal["tp", "etp"] = "tp", expert: int | None = None) -> Entry:

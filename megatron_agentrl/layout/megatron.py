@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from megatron_agentrl.layout import decoder, nemotron_h
+from megatron_agentrl.layout import decoder, deepseek_v3, nemotron_h
 from megatron_agentrl.layout.boxes import Box, DtypeRule, LayoutError, ParameterLayout
 from megatron_agentrl.layout.config import Config, size
 from megatron_agentrl.layout.entries import Entry, Source, replicated, vocabulary
 
 ARCHITECTURES: dict[str, ModuleType] = {
+    "deepseek_v3": deepseek_v3,
     "nemotron_h": nemotron_h,
     "qwen3_moe": decoder,
     "qwen3": decoder,
@@ -37,10 +38,14 @@ class Variant:
     grouped_experts  Transformer Engine's grouped linear (`experts.linear_fc1.weight3`) instead of one module
                      per expert (`experts.local_experts.3.linear_fc1.weight`)
     vocab_divisor    the vocabulary is padded to a multiple of this times TP
+    whole_latents    MLA's down projections are held whole (Transformer Engine), not cut into rows (local layers)
+    heads            the model has its multi-token-prediction heads (on the last stage, after the decoder)
     """
 
     grouped_experts: bool = False
     vocab_divisor: int = VOCABULARY_DIVISOR
+    whole_latents: bool = False
+    heads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +144,28 @@ def architecture(config: Config) -> ModuleType:
 
 
 def layer_pattern(config: Config) -> str:
-    """One letter per layer of the hybrid model: M Mamba-2, * attention, E mixture of experts, - MLP."""
+    """One letter per layer of the hybrid model: M Mamba-2, * attention, + latent attention, E mixture of experts, - MLP."""
     return architecture(config).pattern(config)
+
+
+def heads_pattern(config: Config) -> tuple[str, int]:
+    """(letters of the layers inside one multi-token-prediction head, number of heads); ("", 0) without any."""
+    count = config.get("num_nextn_predict_layers") or 0
+    table = architecture(config)
+    return (table.heads_pattern(config), count) if count and hasattr(table, "heads_pattern") else ("", 0)
+
+
+def heads_names(config: Config) -> tuple[str, ...]:
+    """Regular expressions of the disk names that belong to multi-token-prediction heads, for a table that needs
+    the config to say so."""
+    table = architecture(config)
+    return (table.heads_names(config),) if hasattr(table, "heads_names") else ()
+
+
+def copies(config: Config) -> dict[str, str]:
+    """Tensors that a checkpoint may hold a second time: other disk name -> the name of what it repeats."""
+    table = architecture(config)
+    return table.copies(config) if hasattr(table, "copies") else {}
 
 
 def padded_vocabulary(vocab: int, tp: int, divisor: int = VOCABULARY_DIVISOR) -> int:
@@ -178,14 +203,15 @@ def split_layers(
     return tuple((start, start + size) for start, size in zip(starts, fixed, strict=True))
 
 
-def hf_tensors(config: Config) -> dict[str, tuple[int, ...]]:
-    """Disk name and shape of every tensor of the checkpoint, in the order in which they are exported."""
-    return {source.name: source.shape for entry in _entries(config) for source in entry.sources}
+def hf_tensors(config: Config, heads: bool = False) -> dict[str, tuple[int, ...]]:
+    """Disk name and shape of every tensor of the checkpoint, in the order in which they are exported; with `heads`
+    those of the multi-token-prediction heads too."""
+    return {source.name: source.shape for entry in _entries(config, heads) for source in entry.sources}
 
 
-def fp32_tensors(config: Config) -> set[str]:
+def fp32_tensors(config: Config, heads: bool = False) -> set[str]:
     """Disk names of the tensors that stay fp32 whatever the run's type (router bias, A_log, D, dt_bias)."""
-    return {source.name for entry in _entries(config) if entry.fp32 for source in entry.sources}
+    return {source.name for entry in _entries(config, heads) if entry.fp32 for source in entry.sources}
 
 
 def parameter_layouts(config: Config, at: Coordinates, variant: Variant = Variant()) -> list[ParameterLayout]:  # noqa: B008
@@ -199,15 +225,18 @@ def parameter_layouts(config: Config, at: Coordinates, variant: Variant = Varian
         is_first = at.pp_rank == 0 and chunk == 0
         is_last = at.pp_rank == at.pp - 1 and chunk == len(chunks) - 1
         if is_first:
-            found.append(_layout(_embedding(config, at.tp, variant), at, chunk, None, variant))
-        for index in range(start, stop):
-            for entry in _layer(config, index):
-                if entry.expert is None or entry.expert // _experts_per_rank(config, at.ep) == at.ep_rank:
-                    found.append(_layout(entry, at, chunk, index - start, variant, config))
+            found.append(_layout(_embedding(config, at.tp, variant), at, chunk, "", variant))
+        named = [(_decoder(index - start), entry) for index in range(start, stop) for entry in _layer(config, index)]
+        heads = _heads(config) if is_last and variant.heads else []
+        for prefix, entry in named + heads:
+            if entry.expert is None or entry.expert // _experts_per_rank(config, at.ep) == at.ep_rank:
+                found.append(_layout(entry, at, chunk, prefix, variant, config))
         if is_last:
-            found.append(_layout(_final_norm(config), at, chunk, None, variant))
+            found.append(_layout(_final_norm(config), at, chunk, "", variant))
             if not (is_first and _tied(config)):  # megatron-core then uses the embedding's own parameter
-                found.append(_layout(_head(config, at.tp, variant), at, chunk, None, variant))
+                found.append(_layout(_head(config, at.tp, variant), at, chunk, "", variant))
+            if heads and not is_first:  # they read embeddings where they stand: a copy of the first stage's
+                found.append(_layout(_embedding(config, at.tp, variant), at, chunk, "", variant))
     return found
 
 
@@ -216,14 +245,16 @@ def holders(config: Config, grid: Grid, variant: Variant = Variant()) -> Iterato
     check_divisibility(config, grid.coordinates(0))
     last_stage = len(grid.stages) - 1
     ends = _embedding(config, grid.tp, variant), _final_norm(config), _head(config, grid.tp, variant)
-    yield from _holders_of(ends[0], grid, 0, None, variant, config)
+    yield from _holders_of(ends[0], grid, 0, "", variant, config)
     for stage, (start, stop) in enumerate(grid.stages):
         for index in range(start, stop):
             for entry in _layer(config, index):
-                yield from _holders_of(entry, grid, stage, index - start, variant, config)
+                yield from _holders_of(entry, grid, stage, _decoder(index - start), variant, config)
     for entry in ends[1:]:
         if not entry.shares:
-            yield from _holders_of(entry, grid, last_stage, None, variant, config)
+            yield from _holders_of(entry, grid, last_stage, "", variant, config)
+    for prefix, entry in _heads(config) if variant.heads else []:
+        yield from _holders_of(entry, grid, last_stage, prefix, variant, config)
 
 
 def check_divisibility(config: Config, at: Coordinates) -> None:
@@ -242,6 +273,8 @@ def check_divisibility(config: Config, at: Coordinates) -> None:
             raise LayoutError(
                 f"num_key_value_heads={groups} and TP {at.tp}: neither divides the other; use a TP that divides or is a multiple of {groups}"
             )
+    if "+" in pattern:
+        facts.append(("num_attention_heads", size(config, "num_attention_heads"), "TP", at.tp))
     if "M" in pattern:
         facts.append(("mamba_num_heads", size(config, "mamba_num_heads"), "TP", at.tp))
         facts.append(("n_groups", size(config, "n_groups", "mamba_n_groups"), "TP", at.tp))
@@ -289,7 +322,17 @@ def _layer(config: Config, index: int) -> list[Entry]:
     return architecture(config).layer(config, index)
 
 
-def _entries(config: Config) -> Iterator[Entry]:
+def _decoder(local_layer: int) -> str:
+    return f"decoder.layers.{local_layer}."
+
+
+def _heads(config: Config) -> list[tuple[str, Entry]]:
+    """(prefix of the parameter's name, entry) of everything in the multi-token-prediction heads."""
+    heads = architecture(config).heads(config) if heads_pattern(config)[1] else []
+    return [pair for depth, head in enumerate(heads) for pair in head.prefixed(depth)]
+
+
+def _entries(config: Config, heads: bool = False) -> Iterator[Entry]:
     variant = Variant()
     yield _embedding(config, 1, variant)
     for index in range(len(layer_pattern(config))):
@@ -297,34 +340,41 @@ def _entries(config: Config) -> Iterator[Entry]:
     yield _final_norm(config)
     if not _tied(config):
         yield _head(config, 1, variant)
+    if heads:
+        yield from (entry for _, entry in _heads(config))
 
 
-def _name(entry: Entry, local_layer: int | None, local_expert: int | None, variant: Variant) -> str:
-    if local_layer is None:
-        return entry.name
+def _name(entry: Entry, prefix: str, local_expert: int | None, variant: Variant) -> str:
     name = entry.name
     if local_expert is not None and variant.grouped_experts:
         name = f"mlp.experts.{entry.name}{local_expert}"
     elif local_expert is not None:
         name = f"mlp.experts.local_experts.{local_expert}.{entry.name}"
-    return f"decoder.layers.{local_layer}.{name}"
+    return prefix + name
+
+
+def _built(entry: Entry, variant: Variant) -> Entry:
+    """The entry as the build cuts it."""
+    return replace(entry, split="none") if entry.latent and variant.whole_latents else entry
 
 
 def _layout(
-    entry: Entry, at: Coordinates, chunk: int, local_layer: int | None, variant: Variant, config: Config | None = None
+    entry: Entry, at: Coordinates, chunk: int, prefix: str, variant: Variant, config: Config | None = None
 ) -> ParameterLayout:
+    entry = _built(entry, variant)
     expert = None
     if entry.expert is not None and config is not None:
         expert = entry.expert % _experts_per_rank(config, at.ep)
     size, rank = (at.etp, at.etp_rank) if entry.group == "etp" else (at.tp, at.tp_rank)
     shape, boxes, padding = entry.cut(size, rank)
     rule = DtypeRule.fp32 if entry.fp32 else DtypeRule.compute
-    return ParameterLayout(_name(entry, local_layer, expert, variant), shape, boxes, padding, rule, chunk=chunk)
+    return ParameterLayout(_name(entry, prefix, expert, variant), shape, boxes, padding, rule, chunk=chunk)
 
 
 def _holders_of(
-    entry: Entry, grid: Grid, stage: int, local_layer: int | None, variant: Variant, config: Config
+    entry: Entry, grid: Grid, stage: int, prefix: str, variant: Variant, config: Config
 ) -> Iterator[Holders]:
+    entry = _built(entry, variant)
     chunk, pp_rank = divmod(stage, grid.pp)
     size = grid.etp if entry.group == "etp" else grid.tp
     parts: list[tuple[Sequence[int], ParameterLayout]] = []
@@ -336,7 +386,7 @@ def _holders_of(
             ranks = grid.expert_ranks(pp_rank, ep_rank, part)
         else:
             ranks = grid.dense_ranks(pp_rank, None if entry.split == "none" else part)
-        parts.append((ranks, _layout(entry, at, chunk, local_layer, variant, config)))
+        parts.append((ranks, _layout(entry, at, chunk, prefix, variant, config)))
     for source in entry.sources:
         holdings = []
         for ranks, layout in parts:

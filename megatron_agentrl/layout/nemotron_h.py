@@ -1,14 +1,17 @@
 """Nemotron-H (hybrid Mamba-2 / attention / MoE / MLP): disk names and shapes, and what megatron-core makes of them.
 
-`mtp.*` tensors (multi-token prediction) are not trained: they are left aside on load and carried over
-unchanged on export.
+`mtp.*` tensors (multi-token prediction) have entries of their own (`heads`). Where they are not trained they are
+left aside on load and carried over unchanged on export.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_agentrl.layout.boxes import LayoutError
 from megatron_agentrl.layout.config import Config, refuse, size
 from megatron_agentrl.layout.entries import Entry, Source, columns, query_groups, replicated, rows
+from megatron_agentrl.layout.heads import Head, head_of
 
 #: Other spellings of disk names that are accepted when reading: (written by some versions, canonical).
 ALIASES = (("backbone.embedding.weight", "backbone.embeddings.weight"),)
@@ -27,11 +30,32 @@ def pattern(config: Config) -> str:
     found = config.get("hybrid_override_pattern") or config.get("layers_block_type") or config.get("layer_types")
     if not found:
         raise LayoutError("config.json of a 'nemotron_h' model has no hybrid_override_pattern or layers_block_type")
+    return _letters(found)
+
+
+def _letters(found: str | Sequence[str]) -> str:
     letters = list(found) if isinstance(found, str) else [_LETTERS.get(name, name) for name in found]
     unknown = sorted(set(letters) - set("M*E-"))
     if unknown:
         raise LayoutError(f"config.json: layer kinds {unknown} are unknown; known are {sorted(_LETTERS)} or M * E -")
     return "".join(letters)
+
+
+def heads_pattern(config: Config) -> str:
+    """Letters of the layers inside one prediction head."""
+    return _letters(config.get("mtp_hybrid_override_pattern") or config.get("mtp_layers_block_type") or "*E")
+
+
+def heads(config: Config) -> list[Head]:
+    """Prediction heads: head o holds the disk layers `mtp.layers.{o * L}` to `mtp.layers.{o * L + L - 1}`, whose
+    first has the projection and whose last has the norm before the shared output layer."""
+    h, letters = size(config, "hidden_size"), heads_pattern(config)
+    found = []
+    for depth in range(config.get("num_nextn_predict_layers") or 0):
+        first, last = f"mtp.layers.{depth * len(letters)}.", f"mtp.layers.{(depth + 1) * len(letters) - 1}."
+        layers = [_layer(config, letter, f"mtp.layers.{depth * len(letters) + j}.") for j, letter in enumerate(letters)]
+        found.append(head_of(first, Source(last + "final_layernorm.weight", (h,)), layers, h))
+    return found
 
 
 def embedding(config: Config) -> Source:
@@ -48,16 +72,20 @@ def final_norm(config: Config) -> Source:
 
 def layer(config: Config, index: int) -> list[Entry]:
     """Entries of layer `index`, names relative to `decoder.layers.<local index>.`."""
+    return _layer(config, pattern(config)[index], f"backbone.layers.{index}.")
+
+
+def _layer(config: Config, letter: str, at: str) -> list[Entry]:
+    """Entries of one layer of kind `letter`, whose disk names begin with `at`."""
     refuse(config, use_bias=False, attention_bias=False, mlp_bias=False, mamba_proj_bias=False, use_conv_bias=True)
     h = size(config, "hidden_size")
-    at = f"backbone.layers.{index}."
     mixer = at + "mixer."
     norm = Source(at + "norm.weight", (h,))
 
     def hf(name: str, *shape: int) -> Source:
         return Source(mixer + name, shape)
 
-    match pattern(config)[index]:
+    match letter:
         case "M":
             heads, groups = size(config, "mamba_num_heads"), size(config, "n_groups", "mamba_n_groups")
             d, g = heads * size(config, "mamba_head_dim"), groups * size(config, "ssm_state_size")

@@ -6,11 +6,14 @@ below; activations and the processes' own footprint are upper-side guesses from 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from megatron_agentrl.layout import decoder
+from megatron_agentrl.layout.megatron import hf_tensors
 from megatron_agentrl.recipe.schema import Dtype, GradientDtype, Recipe, Recompute, RecomputeMethod
 
 GIB = 1024**3
@@ -56,8 +59,15 @@ class Memory:
 
 
 def count_parameters(config: dict[str, Any]) -> Parameters:
-    """Exact count for the config of a Hugging Face model with a layout (router bias buffers included)."""
-    counters = {"nemotron_h": _nemotron_h, "qwen3_moe": _decoder, "qwen3": _decoder, "llama": _decoder}
+    """Exact count for the config of a Hugging Face model with a layout (router bias buffers included, prediction heads
+    not)."""
+    counters = {
+        "deepseek_v3": _by_layout,
+        "nemotron_h": _nemotron_h,
+        "qwen3_moe": _decoder,
+        "qwen3": _decoder,
+        "llama": _decoder,
+    }
     kind = config.get("model_type")
     if kind not in counters:
         raise ValueError(f"model_type {kind!r}, expected one of {', '.join(counters)}")
@@ -130,6 +140,29 @@ def _decoder(config: dict[str, Any]) -> tuple[int, int]:
     return dense + sparse * count * hidden, sparse * count * 3 * hidden * config["moe_intermediate_size"]
 
 
+def _by_layout(config: dict[str, Any]) -> tuple[int, int]:
+    return _split(hf_tensors(config).items(), {"model.embed_tokens.weight", "lm_head.weight"})
+
+
+def count_heads(config: dict[str, Any]) -> Parameters:
+    """Parameters of the multi-token-prediction heads, which only a trainer that trains them holds."""
+    trunk = hf_tensors(config).keys()
+    return Parameters(*_split(hf_tensors(config, heads=True).items(), trunk), embedding=0)
+
+
+def _split(tensors: Iterable[tuple[str, tuple[int, ...]]], without: Collection[str]) -> tuple[int, int]:
+    """(dense, routed experts) elements of the tensors whose names are not in `without`."""
+    dense = experts = 0
+    for name, shape in tensors:
+        if name in without:
+            continue
+        if ".experts." in name:
+            experts += prod(shape)
+        else:
+            dense += prod(shape)
+    return dense, experts
+
+
 def estimate(recipe: Recipe, config: dict[str, Any], *, gpu: bool, mode: str = "train") -> Memory:
     """Host memory of a run. With `gpu` the weights live elsewhere and only the processes' own footprint counts."""
     trainers = 0 if mode == "eval" else recipe.topology.world
@@ -149,6 +182,9 @@ def trainer_bytes(recipe: Recipe, config: dict[str, Any]) -> float:
     etp = topology.etp if topology.etp is not None else topology.tp
     held = (parameters.dense + parameters.embedding) / topology.tp / topology.pp
     held += parameters.experts / (topology.ep * etp * topology.pp)
+    if recipe.model.mtp.train:  # all heads are on the last stage
+        heads = count_heads(config)
+        held += heads.dense / topology.tp + heads.experts / (topology.ep * etp)
     each = device_bytes_per_parameter(recipe) + host_bytes_per_parameter(recipe)
     return held * each + activation_bytes(recipe, config) + TRAINER_BASE
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from megatron_agentrl.recipe.schema import Topology
 
-_LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
+#: Words that configs use for the letters of a hybrid pattern.
+WORDS = {"linear_attention": "M", "mamba": "M", "mamba2": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}  # fmt: skip
 
 
 class Linear(NamedTuple):
@@ -24,18 +25,32 @@ class Linear(NamedTuple):
 
 
 def letters(config: dict[str, Any]) -> str:
-    """megatron-core's pattern: M Mamba-2, * attention, E mixture of experts, - dense MLP."""
-    if config.get("hybrid_override_pattern"):
-        return str(config["hybrid_override_pattern"])
-    if config.get("layers_block_type"):
-        return "".join(_LETTERS.get(name, "") for name in config["layers_block_type"])
-    layers = config.get("num_hidden_layers") or 0
-    without, step = set(config.get("mlp_only_layers") or []), config.get("decoder_sparse_step") or 1
+    """megatron-core's pattern: M Mamba-2, * attention, E mixture of experts, - dense MLP; letters that are unknown stay
+    as they are.
+
+    An attention with its MLP is one layer of a transformer's config.json and two here.
+    """
+    if config.get("model_type") == "nemotron_h":
+        found = config.get("hybrid_override_pattern") or config.get("layers_block_type") or config.get("layer_types")
+        return "".join(found if isinstance(found, str) else [WORDS.get(word, str(word)[:1]) for word in found or ()])
+    dense, step = set(config.get("mlp_only_layers") or ()), config.get("decoder_sparse_step") or 1
     first = config.get("first_k_dense_replace") or 0
     return "".join(
-        "*E" if _experts(config) and i >= first and i not in without and (i + 1) % step == 0 else "*-"
-        for i in range(layers)
+        "*E" if expert_count(config) and i not in dense and (i + 1) % step == 0 and i >= first else "*-"
+        for i in range(config.get("num_hidden_layers") or 0)
     )
+
+
+def expert_count(config: dict[str, Any]) -> int:
+    """Routed experts of a layer; 0 for a model without any."""
+    return config.get("n_routed_experts") or config.get("num_experts") or config.get("num_local_experts") or 0
+
+
+def shared_width(config: dict[str, Any]) -> int:
+    """Width of the shared experts together; 0 without any."""
+    if config.get("moe_shared_expert_intermediate_size"):
+        return config["moe_shared_expert_intermediate_size"]
+    return (config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0)
 
 
 def kinds(config: dict[str, Any]) -> set[str]:
@@ -46,7 +61,7 @@ def kinds(config: dict[str, Any]) -> set[str]:
         for letter, name in (("M", "mamba"), ("*", "attention"), ("-", "mlp"), ("E", "experts"))
         if letter in pattern
     }
-    if "experts" in found and _shared(config):
+    if "experts" in found and shared_width(config):
         found.add("shared_experts")
     if "experts" in found and config.get("moe_latent_size"):
         found.add("latent")
@@ -84,17 +99,6 @@ def linears(config: dict[str, Any], topology: Topology) -> Iterator[Linear]:
         if "latent" in there:
             yield Linear("latent", "fc1_latent_proj", entry, hidden)
         if "shared_experts" in there:
-            shared = _shared(config)
+            shared = shared_width(config)
             yield Linear("shared_experts", "linear_fc1", fc1 * shared // tp, hidden)
             yield Linear("shared_experts", "linear_fc2", hidden, shared // tp)
-
-
-def _experts(config: dict[str, Any]) -> int:
-    return config.get("n_routed_experts") or config.get("num_experts") or config.get("num_local_experts") or 0
-
-
-def _shared(config: dict[str, Any]) -> int:
-    """Width of the shared experts together; 0 without any."""
-    if config.get("moe_shared_expert_intermediate_size"):
-        return config["moe_shared_expert_intermediate_size"]
-    return (config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_agentrl.recipe.model_kinds import WORDS
+
 Config = dict[str, Any]
 
 #: Spellings that older remote code or transformers wrote, by the name that is read.
@@ -205,6 +207,86 @@ _DECODER_ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
 _QWEN3_READS = _DECODER_READS | {"sliding_window", "max_window_layers"}  # both without effect: no window is used
 _QWEN3_ONLY = _DECODER_ONLY | {"use_sliding_window": (False, None)}
 
+# ---- deepseek_v3 -------------------------------------------------------------------------------------------------
+
+_DEEPSEEK_READS = _keys(
+    """intermediate_size rms_norm_eps rope_parameters rope_scaling q_lora_rank kv_lora_rank qk_nope_head_dim
+    qk_rope_head_dim qk_head_dim v_head_dim first_k_dense_replace n_routed_experts n_shared_experts num_experts_per_tok
+    moe_intermediate_size norm_topk_prob routed_scaling_factor n_group topk_group num_nextn_predict_layers
+    aux_loss_alpha seq_aux ep_size"""
+)
+_DEEPSEEK_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "rope_interleave": (True, None),
+    "scoring_func": ("sigmoid", None),
+    "topk_method": ("noaux_tc", None),
+    "moe_layer_freq": (1, None),
+}
+
+
+def _deepseek_experts(config: Config) -> bool:
+    """Whether a layer or a prediction head has experts."""
+    layers, dense = config.get("num_hidden_layers") or 0, config.get("first_k_dense_replace") or 0
+    return dense < layers or bool(config.get("num_nextn_predict_layers"))
+
+
+def _deepseek_required(config: Config) -> list[str]:
+    needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
+    needed += ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "first_k_dense_replace"]
+    if _deepseek_experts(config):
+        needed += ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"]
+    return needed
+
+
+def _deepseek_special(config: Config) -> Iterator[str]:
+    heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
+    if groups not in (None, heads):
+        yield (
+            f"config.json: num_key_value_heads={groups} is not computed for model_type='deepseek_v3': latent attention "
+            f"has a key and a value for each of its {heads} heads; save the model's own config"
+        )
+    layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+    if dense > layers:
+        yield (
+            f"config.json: first_k_dense_replace={dense}; expected 0 to num_hidden_layers = {layers}; "
+            "save the model's own config"
+        )
+    yield from _latent_rope_problems(rope_parameters(config))
+    if _deepseek_experts(config):
+        yield from _expert_problems(config, config["n_routed_experts"])
+        yield from _router_problems(config)
+
+
+def _latent_rope_problems(rope: dict[str, Any]) -> Iterator[str]:
+    """RoPE of latent attention: plain, or YaRN as megatron-core computes it."""
+    if rope["rope_type"] == "default":
+        return
+    if rope["rope_type"] != "yarn":
+        yield (
+            f"config.json: rope_type={rope['rope_type']!r} is not computed for model_type='deepseek_v3'; expected "
+            "default or yarn; choose a model with one of those"
+        )
+        return
+    for key in ("factor", "original_max_position_embeddings"):
+        if not isinstance(rope.get(key), int | float) or not rope[key] > 0:
+            yield (
+                f"config.json: {key}={rope.get(key)!r} for rope_type='yarn'; expected a number above 0; "
+                "save the model's whole config"
+            )
+    for key, value in {"attention_factor": None, "truncate": True, "partial_rotary_factor": 1.0}.items():
+        if rope.get(key, value) != value:
+            yield (
+                f"config.json: {key}={rope[key]!r} for rope_type='yarn' is not computed; expected {value!r}; "
+                "choose a model without it"
+            )
+    if rope.get("mscale_all_dim") and not rope.get("mscale"):
+        # It scales the softmax alone then; megatron-core would divide the rotation by it too.
+        yield (
+            f"config.json: mscale_all_dim={rope['mscale_all_dim']} for rope_type='yarn' without mscale is not computed; "
+            "expected both or neither; choose a model with both"
+        )
+
+
 # ---- nemotron_h ---------------------------------------------------------------------------------------------------
 
 _NEMOTRON_READS = _keys(
@@ -229,8 +311,6 @@ _NEMOTRON_ONLY: dict[str, tuple[Any, ...]] = {
     "residual_in_fp32": (False, None),
     "tie_word_embeddings": (False, None),  # transformers and vLLM give these models a head of their own all the same
 }
-_NEMOTRON_LETTERS = {"linear_attention": "M", "mamba": "M", "mamba2": "M", "full_attention": "*", "attention": "*",
-                     "moe": "E", "mlp": "-"}  # fmt: skip
 _NEMOTRON_NEEDS = {
     "M": ["ssm_state_size", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel"],
     "*": ["head_dim", "num_key_value_heads"],
@@ -242,12 +322,20 @@ _NEMOTRON_NEEDS = {
 def _layers(config: Config) -> list[str]:
     """A letter or an unknown word for each layer; empty where config.json does not say."""
     found = config.get("hybrid_override_pattern") or config.get("layers_block_type") or config.get("layer_types") or ()
-    return [_NEMOTRON_LETTERS.get(kind, kind) for kind in found]
+    return [WORDS.get(kind, kind) for kind in found]
+
+
+def _head_layers(config: Config) -> list[str]:
+    """Likewise for the layers inside a multi-token-prediction head; empty for a model without any."""
+    if not config.get("num_nextn_predict_layers"):
+        return []
+    found = config.get("mtp_hybrid_override_pattern") or config.get("mtp_layers_block_type") or "*E"
+    return [WORDS.get(kind, kind) for kind in found]
 
 
 def _nemotron_required(config: Config) -> list[str]:
     needed = ["vocab_size", "hidden_size", "num_attention_heads"]
-    for letter in sorted(set(_layers(config))):
+    for letter in sorted(set(_layers(config)) | set(_head_layers(config))):
         needed += _NEMOTRON_NEEDS.get(letter, [])
     return needed
 
@@ -259,10 +347,10 @@ def _nemotron_special(config: Config) -> Iterator[str]:
             "config.json: a nemotron_h model has neither hybrid_override_pattern nor layers_block_type; expected one "
             "of them; save the model's whole config"
         )
-    if unknown := sorted(set(letters) - set(_NEMOTRON_NEEDS)):
+    if unknown := sorted((set(letters) | set(_head_layers(config))) - set(_NEMOTRON_NEEDS)):
         yield (
             f"config.json: layer kinds {', '.join(map(repr, unknown))} are unknown; expected "
-            f"{', '.join(_NEMOTRON_LETTERS)} or a pattern of M * E -; choose a model of those"
+            f"{', '.join(WORDS)} or a pattern of M * E -; choose a model of those"
         )
     count = config.get("num_hidden_layers")
     if letters and count is not None and count != len(letters):
@@ -304,6 +392,7 @@ def _number(value: Any) -> float:
 
 
 RULES: dict[str, Rules] = {
+    "deepseek_v3": Rules(_DEEPSEEK_READS, _DEEPSEEK_ONLY, _deepseek_required, _deepseek_special),
     "nemotron_h": Rules(_NEMOTRON_READS, _NEMOTRON_ONLY, _nemotron_required, _nemotron_special),
     "llama": Rules(_DECODER_READS, _DECODER_ONLY, _decoder_required, _decoder_special),
     "qwen3": Rules(_QWEN3_READS, _QWEN3_ONLY, _decoder_required, _decoder_special),

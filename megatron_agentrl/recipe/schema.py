@@ -109,6 +109,19 @@ class FlexBackend(str, Enum):
 
 
 @dataclass
+class Mtp:
+    """Multi-token-prediction heads of the checkpoint."""
+
+    train: bool = False
+    """Train the heads beside the policy, in the warm start and in reinforcement, on the same tokens. false keeps them
+    as they are: they are not built, and an export carries them over."""
+    loss_weight: float = 0.1
+    """Weight of the heads' cross entropy (mean over the heads, per trained token) beside the policy's loss."""
+    detach: bool = True
+    """Keep the heads' gradient out of the policy: its hidden states, embeddings and output layer are constants to them."""
+
+
+@dataclass
 class Model:
     path: str = "???"
     """Hugging Face folder: config.json, tokenizer.json, chat template and (when `init=pretrained`) safetensors."""
@@ -118,6 +131,8 @@ class Model:
     """Type the trainer computes in. `bf16` and `fp16` keep fp32 master weights; `fp16` scales the loss (`precision`)."""
     max_length: int = 4096
     """Longest sequence, in tokens, that engine and trainer accept."""
+    mtp: Mtp = field(default_factory=Mtp)
+    """Multi-token-prediction heads."""
 
 
 @dataclass

@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
+from megatron_agentrl.recipe.mla_rules import latent_topology_problems
+from megatron_agentrl.recipe.model_kinds import expert_count, letters, shared_width
 from megatron_agentrl.recipe.packing_rules import context_parallel_problems
+from megatron_agentrl.recipe.precision_rules import transformer_engine_missing
 from megatron_agentrl.recipe.schema import Dispatcher, Recipe, Topology
 
-#: Letters of a hybrid pattern, and the words that newer configs use for them.
+#: Letters of a hybrid pattern.
 LETTERS = {"M": "Mamba-2", "*": "attention", "E": "mixture of experts", "-": "MLP"}
-WORDS = {"linear_attention": "M", "mamba": "M", "mamba2": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}  # fmt: skip
 
 #: Largest size that a message lists.
 LARGEST = 64
@@ -36,6 +38,7 @@ def topology_problems(topology: Topology, config: dict[str, Any] | None = None) 
         yield from _expert_problems(topology, config)
     yield from _communication_problems(topology)
     yield from context_parallel_problems(topology, config)
+    yield from latent_topology_problems(topology, config)
 
 
 def data_parallel_problems(recipe: Recipe) -> Iterator[str]:
@@ -95,22 +98,6 @@ def _multiple(of: int, near: int) -> int:
 # ---- layers ----------------------------------------------------------------------------------------------------
 
 
-def layer_pattern(config: dict[str, Any]) -> str:
-    """One letter a layer of the hybrid model (`LETTERS`); letters that are unknown stay as they are.
-
-    An attention with its MLP is one layer of a transformer's config.json and two here.
-    """
-    if config.get("model_type") == "nemotron_h":
-        found = config.get("hybrid_override_pattern") or config.get("layers_block_type") or config.get("layer_types")
-        return "".join(found if isinstance(found, str) else [WORDS.get(word, str(word)[:1]) for word in found or ()])
-    dense, step = set(config.get("mlp_only_layers") or ()), config.get("decoder_sparse_step") or 1
-    first = config.get("first_k_dense_replace") or 0
-    return "".join(
-        "*E" if expert_count(config) and i not in dense and (i + 1) % step == 0 and i >= first else "*-"
-        for i in range(config.get("num_hidden_layers") or 0)
-    )
-
-
 def _pipeline_problems(topology: Topology, config: dict[str, Any]) -> Iterator[str]:
     stages, first, last = topology.pp * topology.vpp, topology.first_stage_layers, topology.last_stage_layers
     if stages == 1:
@@ -119,7 +106,7 @@ def _pipeline_problems(topology: Topology, config: dict[str, Any]) -> Iterator[s
                 yield f"topology.{name}_stage_layers={value}: has no effect with one stage; leave it out"
     if not config:
         return
-    pattern = layer_pattern(config)
+    pattern = letters(config)
     if unknown := sorted(set(pattern) - set(LETTERS)):
         known = ", ".join(f"{letter} {what}" for letter, what in LETTERS.items())
         yield f"config.json: the layer pattern holds {', '.join(unknown)}; known are {known}: correct the pattern"
@@ -176,7 +163,7 @@ def _tensor_problems(topology: Topology, config: dict[str, Any]) -> Iterator[str
 
 
 def _tensor_faults(tp: int, config: dict[str, Any]) -> Iterator[str]:
-    pattern = layer_pattern(config)
+    pattern = letters(config)
     heads = config.get("num_attention_heads")
     counts = [("attention heads", heads)]
     if "M" in pattern or not pattern:
@@ -185,7 +172,7 @@ def _tensor_faults(tp: int, config: dict[str, Any]) -> Iterator[str]:
     if "-" in pattern:
         counts.append(("MLP columns (intermediate_size)", config.get("intermediate_size")))
     if "E" in pattern:
-        counts.append(("shared-expert columns", config.get("moe_shared_expert_intermediate_size")))
+        counts.append(("shared-expert columns", shared_width(config)))
     for what, count in counts:
         if count and count % tp:
             yield f"the model has {count} {what}, which tp does not divide"
@@ -204,15 +191,10 @@ def _tensor_faults(tp: int, config: dict[str, Any]) -> Iterator[str]:
 # ---- experts ---------------------------------------------------------------------------------------------------
 
 
-def expert_count(config: dict[str, Any]) -> int:
-    """Routed experts of a layer; 0 for a model without any."""
-    return config.get("n_routed_experts") or config.get("num_experts") or config.get("num_local_experts") or 0
-
-
 def _expert_problems(topology: Topology, config: dict[str, Any]) -> Iterator[str]:
     tp, ep = topology.tp, topology.ep
     etp = topology.etp if topology.etp is not None else tp
-    experts = expert_count(config) if "E" in layer_pattern(config) else 0
+    experts = expert_count(config) if "E" in letters(config) else 0
     if not experts:
         if ep > 1:
             yield f"topology.ep={ep}: the model has no experts; set topology.ep=1"
@@ -263,7 +245,7 @@ def _communication_problems(topology: Topology) -> Iterator[str]:
         return
     if not topology.sequence_parallel:
         yield "topology.tp_comm_overlap=true: needs tp > 1 with sequence_parallel; set topology.sequence_parallel=true"
-    if importlib.util.find_spec("transformer_engine") is None:
+    if transformer_engine_missing():
         yield (
             "topology.tp_comm_overlap=true: needs the package Transformer Engine (transformer-engine[pytorch]), which "
             "is not installed; install it or set topology.tp_comm_overlap=false"

@@ -21,6 +21,8 @@ from megatron_agentrl.recipe import model_rules
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
 from megatron_agentrl.recipe.leaves import get
 from megatron_agentrl.recipe.memory_rules import memory_problems
+from megatron_agentrl.recipe.mla_rules import latent_packing_problems, latent_problems
+from megatron_agentrl.recipe.mtp_rules import mtp_problems
 from megatron_agentrl.recipe.packing_rules import packing_problems
 from megatron_agentrl.recipe.precision_rules import precision_problems
 from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source
@@ -29,7 +31,7 @@ from megatron_agentrl.recipe.topology_rules import data_parallel_problems, divis
 MODES = ("train", "sft", "eval", "export")
 
 #: Architectures that have a layout on all three sides (Hugging Face, Megatron-Core, engine), by `model_type`.
-ARCHITECTURES = ("nemotron_h", "qwen3_moe", "qwen3", "llama")
+ARCHITECTURES = ("deepseek_v3", "nemotron_h", "qwen3_moe", "qwen3", "llama")
 
 OPTIMIZERS = ("adam", "sgd")
 ENGINES = ("auto", "vllm", "vllm-cpu")
@@ -107,6 +109,7 @@ for _section in ("optimizer", "warm_start.optimizer"):
 
 #: Keys whose value must be greater than zero.
 POSITIVE = (
+    "model.mtp.loss_weight",
     "precision.compute_capability",
     "precision.loss_scale",
     "precision.loss_scale_min",
@@ -154,6 +157,10 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
     yield from topology_problems(recipe.topology, config)
     yield from data_parallel_problems(recipe)
     yield from packing_problems(recipe)
+    yield from latent_packing_problems(recipe, config)
+    yield from mtp_problems(recipe, config)
+    if mode in ("train", "eval"):
+        yield from latent_problems(config, on_cpu=not gpu_count() or recipe.rollout.engine == "vllm-cpu")
     yield from precision_problems(recipe, config)
     yield from memory_problems(recipe, config, gpu_count())
     yield from _machine_problems(recipe, mode)
@@ -248,6 +255,8 @@ _SIZES = {
     for smallest, names in (
         (1, "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"),
         (1, "mamba_num_heads mamba_head_dim n_groups ssm_state_size conv_kernel decoder_sparse_step"),
+        (1, "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_group topk_group"),
+        (0, "first_k_dense_replace num_nextn_predict_layers"),
         (0, "intermediate_size moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size"),
         (0, "n_routed_experts n_shared_experts num_experts num_local_experts"),
     )

@@ -86,11 +86,6 @@ def score(models: list[Any], vocabulary: int, length: int, seed: int, rows: int 
         margin_B = margins.cpu()
     if get_attr_wrapped_model(models[0], "packing"):  # the scores come by the path that trains
         logprobs_BT = forward_logprobs(models, [batch], temperature=1.0)[0].cpu()
-    if dist.get_world_size() > 1:
-        device = next(iter(models[0].parameters())).device
-        everywhere_B = margin_B.to(device)
-        dist.all_reduce(everywhere_B, dist.ReduceOp.MIN)
-        margin_B = everywhere_B.cpu()
     # The most decisive rows, in a stable order; all rows qualify where nothing is routed.
     chosen = sorted(range(count), key=lambda b: (margin_B[b].item() < DECISIVE, b))[:rows]
     return [CanaryRow(ids_BT[b].tolist(), logprobs_BT[b].tolist()) for b in chosen]

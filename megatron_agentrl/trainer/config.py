@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from megatron_agentrl.recipe.schema import Dispatcher, Recipe, Topology
+from megatron_agentrl.layout.megatron import heads_pattern
+from megatron_agentrl.recipe.mla_rules import latent_packing_problems, latent_topology_problems
+from megatron_agentrl.recipe.mtp_rules import mtp_problems
+from megatron_agentrl.recipe.schema import Dispatcher, Mtp, Recipe, Topology
 from megatron_agentrl.trainer.architectures import architecture
 from megatron_agentrl.trainer.precision import model_fields, recompute_fields
 
@@ -25,7 +28,12 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         ValueError: a topology that the model cannot take, by the recipe's key.
     """
     arch, topology = architecture(hf), recipe.topology
-    return TransformerConfig(
+    heads = recipe.model.mtp.train
+    found = [*latent_topology_problems(topology, hf), *latent_packing_problems(recipe, hf)]
+    if found := found + list(mtp_problems(recipe, hf) if heads else ()):
+        raise ValueError("\n".join(found))
+    latent = arch.config.get("multi_latent_attention", False)
+    return (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=len(arch.pattern),
         hidden_size=hf["hidden_size"],
         normalization="RMSNorm",
@@ -37,8 +45,9 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         **parallelism(topology),
         **model_fields(recipe),
         **recompute_fields(recipe),
-        **experts(topology, "E" in arch.pattern),
+        **experts(topology, "E" in arch.pattern or (heads and "E" in heads_pattern(hf)[0])),
         **fusions(),
+        **prediction_heads(hf, recipe.model.mtp),
         **arch.config,
     )
 
@@ -79,6 +88,17 @@ def experts(topology: Topology, present: bool) -> dict[str, Any]:
         "moe_router_bias_update_rate": 0.0,
         "moe_token_dispatcher_type": topology.dispatcher.value,
         "moe_flex_dispatcher_backend": topology.flex_backend.value,
+    }
+
+
+def prediction_heads(hf: dict[str, Any], mtp: Mtp) -> dict[str, Any]:
+    """Multi-token-prediction heads; {} where they are not trained."""
+    if not mtp.train:
+        return {}
+    return {
+        "mtp_num_layers": heads_pattern(hf)[1],
+        "mtp_loss_scaling_factor": mtp.loss_weight,
+        "mtp_detach_heads": mtp.detach,
     }
 
 

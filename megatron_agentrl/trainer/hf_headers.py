@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_agentrl.layout.megatron import architecture, hf_tensors
+from megatron_agentrl.layout.megatron import architecture, heads_names, hf_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -95,12 +95,12 @@ def _header(path: Path) -> dict[str, Shape]:
         raise WeightsError(f"{path} cannot be read: {error}") from error
 
 
-def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list[str]:
+def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape], heads: bool = False) -> list[str]:
     """What tells a checkpoint with these tensors from the model of `config`: missing, misshapen, unexpected.
 
-    Raises LayoutError where config.json has no layout.
+    With `heads` its multi-token-prediction heads must be there; without they may be. Raises LayoutError where config.json has no layout.
     """
-    expected = hf_tensors(config)
+    expected = hf_tensors(config, heads)
     found = [f"missing {name} {shape}" for name, shape in expected.items() if name not in shapes]
     for name, shape in shapes.items():
         if name in expected and shape != expected[name]:
@@ -109,16 +109,17 @@ def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list[
     return found + [f"unexpected {name} {shapes[name]}" for name in left if not _may_stay(config, name)]
 
 
-def left_aside(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list[str]:
-    """Tensors of the checkpoint that no parameter takes."""
-    expected = hf_tensors(config)
+def left_aside(config: Mapping[str, Any], shapes: Mapping[str, Shape], heads: bool = False) -> list[str]:
+    """Tensors of the checkpoint that no parameter takes (with `heads`, of a model that has its prediction heads)."""
+    expected = hf_tensors(config, heads)
     return [name for name in shapes if name not in expected]
 
 
 def _may_stay(config: Mapping[str, Any], name: str) -> bool:
     """A tied head that was saved all the same, or what the architecture ignores by name."""
+    rules = [*architecture(config).IGNORED, *heads_names(config)]
     tied = name == "lm_head.weight" and bool(config.get("tie_word_embeddings"))
-    return tied or any(re.fullmatch(rule, name) for rule in architecture(config).IGNORED)
+    return tied or any(re.fullmatch(rule, name) for rule in rules)
 
 
 def some(problems: Sequence[str], limit: int = 10) -> str:

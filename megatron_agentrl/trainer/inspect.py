@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -50,7 +49,7 @@ class Held:
     padding   elements that stand for no element of the checkpoint
     ranks     every rank that holds the same elements, in ascending order
     copy      True for a second copy of a tensor that another parameter already stands for (a tied head on a later
-              pipeline stage)
+              pipeline stage, the embedding that prediction heads read there)
     sources   rows and columns of the checkpoint's tensors that it is made of
     """
 
@@ -120,7 +119,7 @@ def inspect(hf: dict[str, Any], recipe: Recipe, rank: int) -> Inspection:
             _held(hf, grid, at, spans, layout, built[layout.chunk].get(layout.name, tensor))
             for layout, tensor in placed(chunks, hf, at)
         )
-    whole = sum(torch.Size(shape).numel() for shape in hf_tensors(hf).values())
+    whole = sum(torch.Size(shape).numel() for shape in hf_tensors(hf, heads=recipe.model.mtp.train).values())
     return Inspection(at, layer_pattern(hf), spans, held, whole)
 
 
@@ -141,19 +140,10 @@ def simulated(rank: int, sizes: Topology) -> Iterator[Rank]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=sizes.world)
     try:
-        with mock.patch.object(parallel_state, "create_group", create_own):
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=sizes.tp,
-                pipeline_model_parallel_size=sizes.pp,
-                virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
-                context_parallel_size=sizes.cp,
-                expert_model_parallel_size=sizes.ep,
-                expert_tensor_parallel_size=sizes.etp,
-                create_gloo_process_groups=False,
-            )
-        topology.seed_everything(0)
-        yield topology.current("cpu", sizes.vpp, sizes.first_stage_layers, sizes.last_stage_layers)
+        parallel_state.create_group = create_own
+        yield topology.make_groups(sizes, seed=0, create_gloo_process_groups=False)
     finally:
+        parallel_state.create_group = create
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
@@ -196,7 +186,7 @@ def _held(
         dtype=torch.float32 if layout.dtype_rule is DtypeRule.fp32 else tensor.dtype,
         padding=sum(pad.rows * pad.cols for pad in layout.padding),
         ranks=ranks,
-        copy=table and layout.name != "embedding.word_embeddings.weight",
+        copy=table and not (layout.name == "embedding.word_embeddings.weight" and at.pp == 0),
         sources=layout.boxes,
     )
 

@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+)
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as te_stack_spec
@@ -25,11 +30,18 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
@@ -39,6 +51,8 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_agentrl.trainer.attention import LocalCoreAttention
 from megatron_agentrl.trainer.latent_experts import LocalMoELayer
+from megatron_agentrl.trainer.mla import LatentCoreAttention, LatentSelfAttention
+from megatron_agentrl.trainer.mtp import PredictionHead
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -107,8 +121,17 @@ def _local_moe() -> Any:
     )
 
 
+def _prediction_heads(norm: Any, linear: Any) -> ModuleSpec:
+    """Multi-token-prediction heads; their inner layers are the stack's own."""
+    parts = MultiTokenPredictionLayerSubmodules(enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=linear)
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules([ModuleSpec(module=PredictionHead, submodules=parts)]),
+    )
+
+
 def local_stack_spec(mixer: dict[str, Any]) -> ModuleSpec:
-    """The hybrid stack on torch layers: M Mamba-2, * attention, E mixture of experts, - MLP.
+    """The hybrid stack on torch layers: M Mamba-2, * attention, E mixture of experts, - MLP, + latent attention.
 
     Args:
         mixer: further keyword arguments of MambaMixer (convolution width, chunk size).
@@ -144,6 +167,28 @@ def local_stack_spec(mixer: dict[str, Any]) -> ModuleSpec:
                     self_attn_bda=get_bias_dropout_add,
                 ),
             ),
+            mla_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=RMSNorm,
+                    self_attention=ModuleSpec(
+                        module=LatentSelfAttention,
+                        params={"attn_mask_type": AttnMaskType.causal},
+                        submodules=MLASelfAttentionSubmodules(
+                            linear_q_proj=ColumnParallelLinear,
+                            linear_q_down_proj=ColumnParallelLinear,
+                            linear_q_up_proj=NormColumnParallelLinear,
+                            linear_kv_down_proj=ColumnParallelLinear,
+                            linear_kv_up_proj=NormColumnParallelLinear,
+                            core_attention=LatentCoreAttention,
+                            linear_proj=RowParallelLinear,
+                            q_layernorm=IdentityOp,
+                            kv_layernorm=IdentityOp,
+                        ),
+                    ),
+                    self_attn_bda=get_bias_dropout_add,
+                ),
+            ),
             mlp_layer=ModuleSpec(
                 module=MLPLayer,
                 submodules=TransformerLayerSubmodules(
@@ -160,14 +205,15 @@ def local_stack_spec(mixer: dict[str, Any]) -> ModuleSpec:
                     pre_mlp_layernorm=RMSNorm, mlp=_local_moe(), mlp_bda=get_bias_dropout_add
                 ),
             ),
+            mtp_block_spec=_prediction_heads(RMSNorm, ColumnParallelLinear),
         ),
     )
 
 
 def _transformer_engine_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
-    """megatron-core's tree with this mixer, this router, and the norms of queries and keys, which it leaves out."""
+    """megatron-core's tree with this mixer, router, latent attention, prediction heads, and q and k norms as configured."""
     stack = te_stack_spec.submodules
-    mamba, attention, experts = stack.mamba_layer, stack.attention_layer, stack.moe_layer
+    mamba, attention, latent, experts = stack.mamba_layer, stack.attention_layer, stack.mla_layer, stack.moe_layer
 
     def within(layer: ModuleSpec, **changed: Any) -> ModuleSpec:
         return replace(layer, submodules=replace(layer.submodules, **changed))
@@ -179,7 +225,17 @@ def _transformer_engine_spec(config: TransformerConfig, mixer: dict[str, Any]) -
     build = experts.submodules.mlp
     router = partial(build.func, submodules=replace(build.keywords["submodules"], router=Router))
     experts = within(experts, mlp=router)
-    return within(te_stack_spec, mamba_layer=mamba, attention_layer=attention, moe_layer=experts)
+    up = TELayerNormColumnParallelLinear
+    inner = within(latent.submodules.self_attention, linear_q_up_proj=up, linear_kv_up_proj=up)
+    latent = within(latent, self_attention=replace(inner, module=LatentSelfAttention))
+    return within(
+        te_stack_spec,
+        mamba_layer=mamba,
+        attention_layer=attention,
+        mla_layer=latent,
+        moe_layer=experts,
+        mtp_block_spec=_prediction_heads(TENorm, TEColumnParallelLinear),
+    )
 
 
 def stack_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
@@ -190,11 +246,8 @@ def stack_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
     """
     if HAVE_TE:
         return _transformer_engine_spec(config, mixer)
-    for feature, used in (
-        ("fp8", bool(config.fp8)),
-    ):
-        if used:
-            raise ValueError(f"{feature} needs Transformer Engine, which is not installed; install it or turn it off")
+    if config.fp8:
+        raise ValueError("fp8 needs Transformer Engine, which is not installed; install it or turn it off")
     spec = local_stack_spec(mixer)
     if not config.qk_layernorm:
         attention = spec.submodules.attention_layer.submodules.self_attention.submodules

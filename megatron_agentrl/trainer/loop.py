@@ -34,6 +34,7 @@ from megatron_agentrl.trainer.checkpoint_saver import Saver
 from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
 from megatron_agentrl.trainer.data_parallel import settle
 from megatron_agentrl.trainer.losses import rl_loss, sft_loss
+from megatron_agentrl.trainer.micro_batches import empty
 from megatron_agentrl.trainer.optimizer import build, learning_rate
 from megatron_agentrl.trainer.precision import TORCH_DTYPE
 from megatron_agentrl.trainer.reference import Reference
@@ -62,10 +63,6 @@ class Trainer:
     metrics: MetricsWriter | None = None
     coordinator: CoordinatorClient | None = None
     publisher: Publisher | None = None
-
-    @property
-    def first(self) -> bool:
-        return dist.get_rank() == 0
 
     @property
     def checkpoints(self) -> Path:
@@ -103,7 +100,7 @@ def _warm_start_step(t: Trainer, optimizer: Any, rows: list[tuple[list[int], lis
     lr = learning_rate(ws.optimizer, step, ws.steps)
     tokens = sum(sum(mask[1:]) for _, mask in rows)  # the first id has nothing before it to be predicted from
     micro_batches = list(_sft_micro_batches(t, rows[t.rank.dp :: t.rank.dp_size]))
-    micro_batches += [_empty()] * (_largest(t, len(micro_batches)) - len(micro_batches))
+    micro_batches += [empty()] * (_largest(t, len(micro_batches)) - len(micro_batches))
     result = train_step(t.models, optimizer, micro_batches, sft_loss, lr=lr, tokens=tokens, step=step)
     if t.metrics is not None:
         seconds = time.perf_counter() - t0
@@ -116,6 +113,7 @@ def _warm_start_step(t: Trainer, optimizer: Any, rows: list[tuple[list[int], lis
                 "lr": lr,
                 "tokens": result.tokens,
                 **_scaling(t.recipe, result),
+                **{k: v / result.tokens for k, v in result.metrics.items() if k == "mtp_cross_entropy"},
                 "seconds": seconds,
             },
         )
@@ -138,11 +136,6 @@ def _sft_micro_batches(t: Trainer, rows: list[tuple[list[int], list[int]]]) -> I
         chunk.append(row)
     if chunk:
         yield sft_micro_batch(chunk, t.pad_id)
-
-
-def _empty() -> MicroBatch:
-    """A micro-batch of weight 0: this rank has no rows left but must take part."""
-    return rl_micro_batch([], 0, 0, 0)
 
 
 def _largest(t: Trainer, count: int) -> int:
@@ -174,7 +167,7 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
     )
     version = resume_at or 0
     folder = t.checkpoints / f"step_{version}"
-    if t.first:
+    if t.rank.is_first:
         # Also at a first start: it tells the coordinator that no engine holds a proven version yet.
         assert t.coordinator is not None
         t.coordinator.resume(version, None if resume_at is None else str(folder))
@@ -197,7 +190,7 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
         with t.events.span("train", step=version):
             values = _rl_step(t, optimizer, plan, version, reference)
         _note_complete(t, saver.poll())
-        if t.first:
+        if t.rank.is_first:
             t.coordinator.step_done(version, values)  # type: ignore[union-attr]
         t2 = time.perf_counter()
         version += 1
@@ -327,8 +320,9 @@ def publish_version(t: Trainer, version: int) -> None:
     rows = canary.score(t.models, t.hf_config["vocab_size"], t.recipe.weights.canary_tokens, seed=t.recipe.seed)
     settle(t.models)
     dtype = TORCH_DTYPE[t.recipe.rollout.dtype]
-    tensors = iterate_hf(t.models, t.hf_config, t.rank, dtype)
-    if not t.first:
+    # An engine that does not draft has no place for the heads of multi-token prediction.
+    tensors = iterate_hf(t.models, t.hf_config, t.rank, dtype, heads=False)
+    if not t.rank.is_first:
         for _ in tensors:
             pass
         return

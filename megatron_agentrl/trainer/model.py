@@ -1,6 +1,6 @@
 """This rank's chunks of megatron-core's HybridModel, from a Hugging Face config and a recipe.
 
-Heads for multi-token prediction are not built: the policy does not use them, and `trainer.weights_io` carries them
+Heads for multi-token prediction are built where the recipe trains them; elsewhere `trainer.weights_io` carries them
 over. Weights are not read here: a built model holds megatron-core's own initialisation.
 """
 
@@ -11,11 +11,13 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from megatron_agentrl.layout.megatron import padded_vocabulary, split_layers
+from megatron_agentrl.layout.megatron import heads_pattern, padded_vocabulary, split_layers
 from megatron_agentrl.recipe.schema import Recipe
 from megatron_agentrl.trainer.architectures import architecture
 from megatron_agentrl.trainer.config import transformer_config
 from megatron_agentrl.trainer.layers import stack_spec
+from megatron_agentrl.trainer.mla import whole_latents
+from megatron_agentrl.trainer.mtp import MultiTokenModel
 from megatron_agentrl.trainer.optimizer import FLOAT32_PARAMETERS
 from megatron_agentrl.trainer.topology import Rank
 
@@ -36,10 +38,13 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
         len(arch.pattern), rank.pp_size * rank.vpp_size, rank.first_stage_layers, rank.last_stage_layers
     )
     pattern = "|".join(arch.pattern[first:stop] for first, stop in stages)
+    if config.mtp_num_layers:
+        letters, count = heads_pattern(hf)
+        pattern += f"/{letters}" * count
     chunks = []
     for chunk in range(rank.vpp_size):
         stage = chunk if rank.vpp_size > 1 else None
-        model = HybridModel(
+        model = (MultiTokenModel if config.mtp_num_layers else HybridModel)(
             config,
             spec,
             vocab_size=padded_vocabulary(arch.vocab_size, rank.tp_size),
@@ -66,5 +71,6 @@ def build(hf: dict[str, Any], recipe: Recipe, rank: Rank) -> list[HybridModel]:
                 parameter.data = parameter.data.float()
         model.true_vocab_size, model.packing = arch.vocab_size, recipe.train.packing
         model.logprob_chunk_tokens = recipe.train.logprob_chunk_tokens
+        model.whole_latents = whole_latents(spec)
         chunks.append(model.to(rank.device))
     return chunks

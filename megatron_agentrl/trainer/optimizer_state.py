@@ -57,11 +57,15 @@ def has_moments(optimizer: Any) -> bool:
     return bool(inner) and not isinstance(inner[0], torch.optim.SGD)
 
 
-def to_save(optimizer: Any, models: list[Any], model_state: dict[str, Any]) -> dict[str, dict[str, Sharded]]:
+def to_save(
+    optimizer: Any, models: list[Any], model_state: dict[str, Any], copy: bool
+) -> dict[str, dict[str, Sharded]]:
     """The tensors that this rank writes. Collective over data-parallel ranks.
 
     Args:
         model_state: `sharded_state_dict` of the chunks; says which part of each tensor this rank holds.
+        copy: nothing on the host may be the optimizer's own tensor, which the next step changes. What is gathered from
+            several ranks is a copy in any case.
 
     Returns a name for each parameter -> kind -> its float32 tensor with its place in the whole one. State that Adam
     has not made yet (before its first step) is zero.
@@ -71,15 +75,20 @@ def to_save(optimizer: Any, models: list[Any], model_state: dict[str, Any]) -> d
     for at, part in enumerate(parts(optimizer)):
         if not isinstance(part, DistributedOptimizer):
             for position, held in enumerate(_whole(part, models)):
-                found[f"{at}.{position}"] = _place(entries[id(held.parameter)], held.tensors())
+                tensors = held.tensors()
+                found[f"{at}.{position}"] = _place(entries[id(held.parameter)], _own(tensors) if copy else tensors)
             continue
         group, written = part.data_parallel_group, [0] * part.data_parallel_group.size()
         for position, parameter in enumerate(_parameters(part)):
             writer = written.index(min(written))
             written[writer] += parameter.numel()
-            tensors = _gathered(part, parameter, group, writer)
-            if tensors is not None:
-                found[f"{at}.{position}"] = _place(_at(entries[id(parameter)], 0), tensors)
+            if group.size() == 1:
+                alone = {kind: tensor.view(parameter.shape) for kind, tensor in _shard(part, parameter).items()}
+                gathered: dict[str, torch.Tensor] | None = _own(alone) if copy else alone
+            else:
+                gathered = _gathered(part, parameter, group, writer)
+            if gathered is not None:
+                found[f"{at}.{position}"] = _place(_at(entries[id(parameter)], 0), gathered)
     return found
 
 
@@ -165,13 +174,17 @@ def _gathered(
     if held is not None:
         for row, tensor in zip(bits, _shard(part, parameter).values(), strict=True):
             row[held.start : held.end] = tensor.view(torch.int32)
-    if group.size() > 1:
-        dist.reduce(bits, dist.get_global_rank(group, writer), group=group)
+    dist.reduce(bits, dist.get_global_rank(group, writer), group=group)
     if group.rank() != writer:
         return None
     whole = bits.cpu().view(torch.float32)
     # Each in storage of its own: megatron-core's writer copies what is a part of another.
     return {kind: row.clone().view(parameter.shape) for kind, row in zip(KINDS, whole, strict=True)}
+
+
+def _own(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of those on the host; what lies on a device is copied to the host by the checkpoint's request."""
+    return {kind: tensor.clone() if tensor.device.type == "cpu" else tensor for kind, tensor in tensors.items()}
 
 
 def _entries(model_state: dict[str, Any]) -> dict[int, Sharded]:

@@ -20,7 +20,9 @@ from megatron_agentrl.layout.config import size
 from megatron_agentrl.layout.megatron import fp32_tensors, hf_tensors, layer_pattern
 from megatron_agentrl.trainer.weights_io import read_config, save_hf
 
-_IN = re.compile(r"\.(in_proj|[qkv]_proj|up_proj|gate_proj|fc1_latent_proj)\.weight$")
+_IN = re.compile(
+    r"\.(in_proj|[qkv]_proj|up_proj|gate_proj|fc1_latent_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj|eh_proj)\.weight$"
+)
 _OUT = re.compile(r"\.(out_proj|o_proj|down_proj|fc2_latent_proj)\.weight$")
 
 
@@ -30,25 +32,26 @@ def write_random(
     seed: int,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = 5 * 10**9,
+    heads: bool = False,
 ) -> None:
     """Write `folder_out` with the config and tokenizer of `model_folder` and weights drawn from `seed`.
 
     Each tensor has a generator of its own, made from the seed and the tensor's name: the weights depend on
-    neither order nor sharding. Raises WeightsError where config.json is missing, LayoutError where its model
-    has no layout.
+    neither order nor sharding. With `heads` the multi-token-prediction heads are drawn too.
+    Raises WeightsError where config.json is missing, LayoutError where its model has no layout.
     """
-    tensors = random_tensors(read_config(model_folder), seed, dtype)
+    tensors = random_tensors(read_config(model_folder), seed, dtype, heads)
     save_hf(folder_out, model_folder, tensors, shard_bytes)
 
 
 def random_tensors(
-    config: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.float32
+    config: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.float32, heads: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Disk names and initial values of all tensors, in the checkpoint's order."""
     branches = len(layer_pattern(config))
     out_std = 0.04 / math.sqrt(2 * branches) * math.sqrt(128 / size(config, "hidden_size"))
-    keep = fp32_tensors(config)
-    for name, shape in hf_tensors(config).items():
+    keep = fp32_tensors(config, heads)
+    for name, shape in hf_tensors(config, heads).items():
         digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         tensor = _initial(name, shape, out_std, generator)

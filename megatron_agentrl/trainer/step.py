@@ -27,6 +27,7 @@ from megatron_agentrl.trainer import loss_scale
 from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.logprobs import token_logprobs, token_logprobs_and_entropy
 from megatron_agentrl.trainer.micro_batches import conform
+from megatron_agentrl.trainer.mtp import has_heads, heads_grad_norm, heads_loss, predictions
 from megatron_agentrl.trainer.optimizer import parts, routers, set_learning_rate
 from megatron_agentrl.trainer.precision import token_multiple
 from megatron_agentrl.trainer.sequence_layout import SequenceLayout, lay_out
@@ -95,15 +96,19 @@ def _lay_out(
     ).to(device)
 
 
-def _forward(model: torch.nn.Module, layout: SequenceLayout) -> torch.Tensor:
-    """Run the model on this rank's positions: logits [R, L, V] on the last stage."""
+def _forward(
+    model: torch.nn.Module, layout: SequenceLayout, heads_lengths_B: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Run the model on this rank's positions: logits [R, L, V] on the last stage. Given the rows' lengths, a model with
+    prediction heads runs them too, and what they give waits in `mtp.predictions`."""
     padding = layout.padding_RL  # True is what must not count for the router's bias
     if get_model_config(model).sequence_parallel:  # the sequence is cut over the tensor-parallel ranks
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         padding = padding.chunk(ranks, 1)[parallel_state.get_tensor_model_parallel_rank()]
-    return model(
-        layout.ids_RL, layout.positions_RL, None, packed_seq_params=layout.packed, padding_mask=padding.contiguous()
-    )
+    given: dict[str, Any] = {"packed_seq_params": layout.packed, "padding_mask": padding.contiguous()}
+    if heads_lengths_B is not None:
+        given["lengths_B"] = heads_lengths_B
+    return model(layout.ids_RL, layout.positions_RL, None, **given)
 
 
 def _logprobs(
@@ -111,14 +116,21 @@ def _logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """logprobs_BT aligned with the ids and, where asked, the entropy_BT of the distributions they were picked from;
     both 0 at the first position and in the padding, and whole on every rank."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    vocab_size, chunk_tokens = (get_attr_wrapped_model(model, x) for x in ("true_vocab_size", "logprob_chunk_tokens"))
-    given = logits, layout.targets_RL, temperature, vocab_size, group, chunk_tokens
-    over = parallel_state.get_context_parallel_group()
+    over, how = parallel_state.get_context_parallel_group(), _softmax(temperature, model)
     if not entropy:
-        return layout.to_rows(token_logprobs(*given), over), None
-    logprobs_RL, entropy_RL = token_logprobs_and_entropy(*given)
+        return layout.to_rows(token_logprobs(logits, layout.targets_RL, **how), over), None
+    logprobs_RL, entropy_RL = token_logprobs_and_entropy(logits, layout.targets_RL, **how)
     return layout.to_rows(logprobs_RL, over), layout.to_rows(entropy_RL, over)
+
+
+def _softmax(temperature: float, model: torch.nn.Module) -> dict[str, Any]:
+    """What `token_logprobs` takes beside logits and ids."""
+    return {
+        "temperature": temperature,
+        "vocab_size": get_attr_wrapped_model(model, "true_vocab_size"),
+        "group": parallel_state.get_tensor_model_parallel_group(),
+        "chunk_tokens": get_attr_wrapped_model(model, "logprob_chunk_tokens"),
+    }
 
 
 def _run(models: list[Any], batches: list[MicroBatch], forward_step: Any, *, train: bool) -> list[Any]:
@@ -223,7 +235,9 @@ def train_step(
     _check_counts(batches)
     config, device = get_model_config(models[0]), _device()
 
-    def loss_of(batch: MicroBatch, layout: SequenceLayout, counted: bool, logits: torch.Tensor) -> Any:
+    def loss_of(
+        batch: MicroBatch, layout: SequenceLayout, counted: bool, heads: list[torch.Tensor], logits: torch.Tensor
+    ) -> Any:
         logprobs, entropy_BT = _logprobs(logits, layout, temperature, models[0], entropy)
         if entropy_BT is not None:
             batch.columns["entropy"] = entropy_BT  # the batch is this pass's own copy
@@ -232,15 +246,21 @@ def train_step(
         else:
             loss, metrics = logprobs.sum() * 0.0, {}  # keeps the graph, so that backward meets the other ranks
         sums = {name: torch.as_tensor(value).detach() for name, value in metrics.items()}
+        sums[""] = loss.detach()
+        if heads:
+            extra = heads_loss(heads, batch, partial(token_logprobs, **_softmax(temperature, models[0])), counted)
+            sums["mtp_cross_entropy"] = extra.detach()
+            loss = loss + config.mtp_loss_scaling_factor * extra
         no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)  # `finalize` divides by `tokens`
-        return loss.float(), no_tokens, {"": loss.detach(), **sums}
+        return loss.float(), no_tokens, sums
 
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         batch = next(batches)
         counted = not is_empty(batch)
-        batch = _runnable(batch)
-        layout = _lay_out(model, batch, device)
-        return _forward(model, layout), partial(loss_of, _to(batch, device), layout, counted)
+        layout = _lay_out(model, batch := _runnable(batch), device)
+        batch = _to(batch, device)
+        output = _forward(model, layout, batch.lengths_B if has_heads(model) else None)
+        return output, partial(loss_of, batch, layout, counted, predictions(model))
 
     def finalize(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
         finalize_model_grads(chunks, None, **kwargs)
@@ -275,12 +295,16 @@ def train_step(
         overflows += 1
         scale.settle()
         restore_biases()
-    if not math.isfinite(grad_norm):
+    finite = math.isfinite(grad_norm)
+    if has_heads(models[0]) and (heads_norm := heads_grad_norm(optimizer)) is not None:
+        metrics[MAX + "mtp_grad_norm"] = heads_norm
+        finite = finite and math.isfinite(heads_norm)
+    if not finite:
         restore_biases()
         if scale is not None:
             scale.settle()
         raise NonFiniteGradient(
-            f"step {step}: the gradient norm is {grad_norm} (loss {loss}); the step was not applied. "
+            f"step {step}: the gradient norm is {grad_norm} (loss {loss}{_heads(metrics)}); the step was not applied. "
             f"Look for infinite logprobs or advantages in this batch, or lower the learning rate"
         )
     set_learning_rate(optimizer, lr)
@@ -291,6 +315,12 @@ def train_step(
     if scale is not None:
         scale.settle()
     return StepResult(loss, grad_norm, float(tokens), lr, bool(applied), metrics, used, overflows)
+
+
+def _heads(metrics: Mapping[str, float]) -> str:
+    """What an error about the gradient says of the prediction heads, which have a norm of their own."""
+    norm = metrics.get(MAX + "mtp_grad_norm")
+    return "" if norm is None else f", the prediction heads' norm {norm}"
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy
 import torch
@@ -101,6 +102,11 @@ def init(topology: Topology, seed: int, timeout: float = 300.0) -> Rank:
         "nccl" if on_gpu else "gloo", init_method=method, store=store, rank=rank, world_size=world,
         timeout=timedelta(seconds=timeout),
     )  # fmt: skip
+    return make_groups(topology, seed, device, distributed_timeout_minutes=max(1, round(timeout / 60)))
+
+
+def make_groups(topology: Topology, seed: int, device: str = "cpu", **settings: Any) -> Rank:
+    """megatron-core's parallel state over the world that is there, real or simulated; `settings` are its own."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
@@ -108,7 +114,7 @@ def init(topology: Topology, seed: int, timeout: float = 300.0) -> Rank:
         context_parallel_size=topology.cp,
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=topology.etp,
-        distributed_timeout_minutes=max(1, round(timeout / 60)),
+        **settings,
     )
     seed_everything(seed)
     return current(device, topology.vpp, topology.first_stage_layers, topology.last_stage_layers)

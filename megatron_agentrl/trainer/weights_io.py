@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,9 @@ from megatron_agentrl.layout.megatron import (
     Holding,
     Variant,
     architecture,
+    copies,
     fp32_tensors,
+    heads_names,
     hf_tensors,
     holders,
     layer_pattern,
@@ -69,8 +72,14 @@ def coordinates_of(hf_config: Mapping[str, Any], rank: Rank) -> Coordinates:
 
 
 def _variant_of(model: Sequence[torch.nn.Module]) -> Variant:
+    """How the model was built. What concerns parameters of other stages too is what `trainer.model` noted on the chunk."""
     names = (name for chunk in model for name, _ in unwrap(chunk).named_parameters())
-    return Variant(grouped_experts=any(re.search(r"\.experts\.linear_fc\d\.weight\d+$", name) for name in names))
+    chunk = unwrap(model[0])
+    return Variant(
+        grouped_experts=any(re.search(r"\.experts\.linear_fc\d\.weight\d+$", name) for name in names),
+        whole_latents=getattr(chunk, "whole_latents", False),
+        heads=bool(getattr(getattr(chunk, "config", None), "mtp_num_layers", None)),
+    )
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -145,11 +154,12 @@ def load_hf(model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], fold
             parameters that its config and coordinates imply.
         LayoutError: the model cannot be cut at these parallel sizes.
     """
-    layouts = parameter_layouts(hf_config, coordinates_of(hf_config, rank), _variant_of(model))
+    variant = _variant_of(model)
+    layouts = parameter_layouts(hf_config, coordinates_of(hf_config, rank), variant)
     pairs = _matched(model, layouts)
     table = architecture(hf_config)
     with Checkpoint(Path(folder), dict(table.ALIASES)) as checkpoint:
-        _check_checkpoint(checkpoint, hf_config, layouts)
+        _check_checkpoint(checkpoint, hf_config, layouts, variant.heads)
         lowered: list[str] = []
         for layout, parameter in pairs:
             if layout.dtype_rule is DtypeRule.fp32 and parameter.dtype != torch.float32:
@@ -171,15 +181,17 @@ def fill(parameter: torch.Tensor, layout: ParameterLayout, checkpoint: Checkpoin
         matrix[pad.row : pad.row + pad.rows, pad.col : pad.col + pad.cols].zero_()
 
 
-def _check_checkpoint(checkpoint: Checkpoint, hf_config: Mapping[str, Any], layouts: Sequence[ParameterLayout]) -> None:
+def _check_checkpoint(
+    checkpoint: Checkpoint, hf_config: Mapping[str, Any], layouts: Sequence[ParameterLayout], heads: bool
+) -> None:
     """The folder holds each expected tensor in its shape and nothing unknown; a tied head agrees with the embedding."""
     shapes = checkpoint.shapes()
-    if problems := differences(hf_config, shapes):
+    if problems := differences(hf_config, shapes, heads):
         raise WeightsError(
             f"{checkpoint.folder}: the weights are not the model of config.json: {some(problems)}; "
             "put the two files of one model there"
         )
-    if left := left_aside(hf_config, shapes):
+    if left := left_aside(hf_config, shapes, heads):
         log.info("%s: %d tensors without a parameter are left aside, e.g. %s", checkpoint.folder, len(left), left[0])
     if "lm_head.weight" in left:
         _check_tied(checkpoint, layouts)
@@ -205,6 +217,7 @@ def iterate_hf(
     rank: Rank,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None = None,
+    heads: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """The checkpoint's tensors under their disk names, one at a time, in one fixed order on every rank.
 
@@ -217,6 +230,8 @@ def iterate_hf(
         dtype: type of the result; tensors whose layout says fp32 stay float32.
         group: process group of all ranks to send through; None is the default group. Use one of its own for
             a thread that runs beside the training step.
+        heads: False leaves out the multi-token-prediction heads of a model that trains them, as an engine without
+            speculative decoding expects.
 
     Raises:
         WeightsError: the model does not have the parameters that its config and coordinates imply.
@@ -224,6 +239,7 @@ def iterate_hf(
     variant = _variant_of(model)
     _matched(model, parameter_layouts(hf_config, coordinates_of(hf_config, rank), variant))
     held = _held(model)
+    variant = replace(variant, heads=variant.heads and heads)
     for found in holders(hf_config, grid_of(hf_config, rank), variant):
         kind = torch.float32 if found.dtype_rule is DtypeRule.fp32 else dtype
         whole = torch.empty(matrix_shape(found.tensor.shape), dtype=kind) if rank.rank == 0 else None
@@ -293,23 +309,28 @@ def save_hf(
     source = Path(source_folder)
     config = read_config(source)
     expected = set(hf_tensors(config))
-    fp32 = fp32_tensors(config)
+    fp32 = fp32_tensors(config, heads=True)
+    doubled = _doubled(source, config)
     kinds: set[torch.dtype] = set()
 
     def checked() -> Iterator[tuple[str, torch.Tensor | None]]:
-        missing, writes = set(expected), False
+        missing, given, writes = set(expected), set[str](), False
         for name, tensor in tensors:
             missing.discard(name)
+            given.add(name)
             if tensor is not None:
                 writes = True
                 tensor = tensor.float() if name in fp32 else tensor
                 if name not in fp32:
                     kinds.add(tensor.dtype)
             yield name, tensor
+            for copy in doubled.get(name, ()):
+                given.add(copy)
+                yield copy, None if tensor is None else tensor.clone()
         if missing:
             raise WeightsError(f"{folder}: {len(missing)} tensors were not given, e.g. {min(missing)}")
         if writes:
-            yield from _carried(source, config)
+            yield from _carried(source, config, given)
 
     def changes() -> dict[str, Any]:
         if len(kinds) != 1:
@@ -320,12 +341,27 @@ def save_hf(
     return write_folder(Path(folder), source, checked(), shard_bytes, changes)
 
 
-def _carried(source: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _has_weights(folder: Path) -> bool:
+    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+
+
+def _doubled(source: Path, config: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Tensor -> the other names under which the source folder repeats it; an export keeps them equal."""
+    found: dict[str, list[str]] = {}
+    if copies(config) and _has_weights(source):
+        with Checkpoint(source, dict(architecture(config).ALIASES)) as checkpoint:
+            for copy in copies(config).keys() & checkpoint.shapes().keys():
+                found.setdefault(copies(config)[copy], []).append(copy)
+    return found
+
+
+def _carried(source: Path, config: Mapping[str, Any], given: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of the source folder that are no parameter here but belong in an export."""
     table = architecture(config)
-    if not table.CARRIED or not ((source / INDEX).is_file() or (source / SINGLE).is_file()):
+    rules = [*table.CARRIED, *heads_names(config)]
+    if not rules or not _has_weights(source):
         return
     with Checkpoint(source, dict(table.ALIASES)) as checkpoint:
         for name in checkpoint.shapes():
-            if any(re.fullmatch(rule, name) for rule in table.CARRIED):
+            if name not in given and any(re.fullmatch(rule, name) for rule in rules):
                 yield name, checkpoint.tensor(name)

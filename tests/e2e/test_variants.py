@@ -44,13 +44,6 @@ def test_the_model_cut_over_two_trainers_serves_and_exports_what_it_trained(from
     assert exported == set(hf_tensors(json.loads((done.folder / "export" / "config.json").read_text())))
 
 
-def test_the_run_folder_may_be_relative(from_export, tmp_path):
-    relative = os.path.relpath(tmp_path, ROOT)
-    done = run(Path(relative) / "here", "train", *from_export, "train.steps=2", "train.batch=4", "eval.size=16")
-    assert done.code == 0, done.stderr[-3000:]
-    assert json.loads((tmp_path / "here" / "summary.json").read_text())["steps"] == 2
-
-
 def test_eta_zero_trains_on_policy_throughout(from_export, tmp_path):
     done = run(tmp_path / "eta0", "train", *from_export, "staleness.eta=0", "train.steps=5", "eval.size=32")
     assert done.code == 0, done.stderr[-3000:]
@@ -58,14 +51,16 @@ def test_eta_zero_trains_on_policy_throughout(from_export, tmp_path):
     assert done.summary["staleness_max"] == 0
 
 
-def test_prompts_of_ones_own(from_export, tmp_path):
+def test_prompts_of_ones_own_in_a_run_folder_named_relatively(from_export, tmp_path):
     mine, held_out = tmp_path / "mine.jsonl", tmp_path / "held_out.jsonl"
     mine.write_text("".join(json.dumps({"prompt": f"{a}+{b}=?", "answer": str(a + b), "source": "mine"}) + "\n" for a in range(10, 30) for b in (11, 23)))
     held_out.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"{a}+44=?"}], "answer": str(a + 44)}) + "\n" for a in range(10, 30)))
-    done = run(tmp_path / "own", "train", *from_export, f"data.prompts={mine}", f"data.eval={held_out}", "train.steps=3", "eval.size=20")
+    relative = Path(os.path.relpath(tmp_path, ROOT))
+    done = run(relative / "own", "train", *from_export, f"data.prompts={mine}", f"data.eval={held_out}", "train.steps=3", "eval.size=20")
     assert done.code == 0, done.stderr[-3000:]
-    assert done.summary["steps"] == 3
-    assert done.summary["success_before"] > 0.5  # it has learned addition
+    summary = json.loads((tmp_path / "own" / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["success_before"] > 0.5  # it has learned addition
 
 
 def test_reasoning_gym_is_a_prompt_source(from_export, tmp_path):

@@ -10,6 +10,7 @@ from megatron_agentrl.planner.memory import (
     GIB,
     activation_bytes,
     available_bytes,
+    count_heads,
     count_parameters,
     device_bytes_per_parameter,
     estimate,
@@ -164,6 +165,19 @@ def test_this_machine_has_memory_to_offer():
     free, limit = available_bytes()
     assert 0 < free < 2**50
     assert limit
+
+
+def test_deepseek_v3_has_671_billion_parameters_and_a_head_of_12():
+    config = {
+        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 3, "intermediate_size": 18432,
+        "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    count = count_parameters(config)
+    assert count.total == 671_026_419_200  # published: 671 billion
+    assert round(count.experts / count.total, 3) == 0.974
+    assert count_heads(config).total == 11_610_068_224  # published: 11.5 billion beside the shared tables
 
 
 def test_dense_decoders_have_their_published_sizes():

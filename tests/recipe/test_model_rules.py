@@ -1,5 +1,6 @@
 """Every config.json key that changes what a model computes is supported or refused by name, without torch."""
 
+import ast
 import json
 import math
 import subprocess
@@ -33,6 +34,20 @@ NANO = {
     "topk_group": 1, "torch_dtype": "bfloat16", "transformers_version": "4.55.4", "use_bias": False, "use_cache": True,
     "use_conv_bias": True, "use_mamba_kernels": True, "vocab_size": 131072,
 }  # fmt: skip
+#: The sizes of DeepSeek-V3's published config.json, without its FP8 quantization.
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 3,
+    "intermediate_size": 18432, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+    "topk_group": 4, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1,
+    "num_nextn_predict_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "max_position_embeddings": 163840, "tie_word_embeddings": False, "attention_bias": False, "attention_dropout": 0.0,
+}  # fmt: skip
+YARN = DEEPSEEK["rope_scaling"]
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -47,6 +62,10 @@ def test_every_architecture_has_rules_and_a_layout():
         QWEN3,
         MOE,
         NANO,
+        DEEPSEEK,
+        DEEPSEEK | {"q_lora_rank": None, "rope_scaling": None},
+        NANO | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
+        NANO | {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "moe"]},
         MOE | {"num_experts": 0},
         {k: v for k, v in MOE.items() if k != "num_experts"} | {"num_local_experts": 12},
         LLAMA | {"rope_scaling": SCALED | {"original_max_position_embeddings": 8192}, "rope_theta": 500000.0},
@@ -94,6 +113,18 @@ def test_what_is_computed_exactly_has_no_problem(config):
         (NANO | {"n_group": 4, "topk_group": 2}, "n_group=4 is computed where num_experts_per_tok // topk_group is 2"),
         (NANO | {"time_step_limit": [0.0, 1.0]}, "time_step_limit=(0.0, 1.0) is not computed"),
         (NANO | {"sliding_window": 128}, "sliding_window=128 is not computed"),
+        (NANO | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*X"}, "layer kinds 'X' are unknown"),
+        (DEEPSEEK | {"kv_lora_rank": None}, "kv_lora_rank is missing, a deepseek_v3 model needs it"),
+        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave=False is not computed for model_type='deepseek_v3'"),
+        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method='greedy' is not computed"),
+        (DEEPSEEK | {"num_key_value_heads": 8}, "latent attention has a key and a value for each of its 128 heads"),
+        (DEEPSEEK | {"first_k_dense_replace": 62}, "first_k_dense_replace=62; expected 0 to num_hidden_layers = 61"),
+        (DEEPSEEK | {"topk_group": 2}, "n_group=8 is computed where num_experts_per_tok // topk_group is 2, found 8 // 2"),
+        (DEEPSEEK | {"rope_scaling": SCALED}, "rope_type='llama3' is not computed for model_type='deepseek_v3'"),
+        (DEEPSEEK | {"rope_scaling": YARN | {"factor": None}}, "factor=None for rope_type='yarn'"),
+        (DEEPSEEK | {"rope_scaling": YARN | {"mscale": 0}}, "mscale_all_dim=1.0 for rope_type='yarn' without mscale"),
+        (DEEPSEEK | {"rope_scaling": YARN | {"truncate": False}}, "truncate=False for rope_type='yarn' is not computed"),
+        (DEEPSEEK | {"index_topk": 2048}, "index_topk=2048 is unknown for model_type='deepseek_v3'"),
     ],
 )  # fmt: skip
 def test_what_is_not_is_refused_by_name_in_one_line(config, words):
@@ -110,10 +141,18 @@ def test_older_spellings_are_read():
     assert llama3["original_max_position_embeddings"] == 131072
 
 
-@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen3Config", "Qwen3MoeConfig", "NemotronHConfig"])
-def test_every_key_that_transformers_writes_is_known(name):
-    """A class's defaults as it saves them; what they hold beyond the rules' words would be refused as unknown."""
-    code = f"import transformers; print(transformers.{name}().to_json_string(use_diff=False))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    config = json.loads(done.stdout)
-    assert [line for line in model_problems(config) if "unknown" in line] == []
+CLASSES = ("LlamaConfig", "Qwen3Config", "Qwen3MoeConfig", "NemotronHConfig", "DeepseekV3Config")
+
+
+@pytest.fixture(scope="module")
+def written():
+    """Each class's defaults as it saves them. In one process of its own: importing transformers takes long."""
+    code = f"import transformers as t; print([getattr(t, n)().to_json_string(use_diff=False) for n in {CLASSES}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
+    return dict(zip(CLASSES, map(json.loads, ast.literal_eval(done.stdout)), strict=True))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_key_that_transformers_writes_is_known(written, name):
+    """What the defaults hold beyond the rules' words would be refused as unknown."""
+    assert [line for line in model_problems(written[name]) if "unknown" in line] == []

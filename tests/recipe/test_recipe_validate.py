@@ -125,7 +125,10 @@ def test_a_config_that_is_missing_broken_or_unknown(folder):
     config.write_text("[]")
     assert "expected a JSON object" in found(folder)[0]
     config.write_text('{"model_type": "gpt2"}')
-    assert "model_type is 'gpt2', expected one of nemotron_h, qwen3_moe, qwen3, llama; choose" in found(folder)[0]
+    assert (
+        "model_type is 'gpt2', expected one of deepseek_v3, nemotron_h, qwen3_moe, qwen3, llama; choose"
+        in found(folder)[0]
+    )
     config.unlink()
     assert "cannot be read (No such file or directory)" in found(folder)[0]
 

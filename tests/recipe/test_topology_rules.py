@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from megatron_agentrl.recipe.model_kinds import letters
 from megatron_agentrl.recipe.schema import Dispatcher, FlexBackend, Optimizer, Recipe, Topology
-from megatron_agentrl.recipe.topology_rules import data_parallel_problems, layer_pattern, topology_problems
+from megatron_agentrl.recipe.topology_rules import data_parallel_problems, topology_problems
 
 CONFIG = {
     "model_type": "nemotron_h",
@@ -88,9 +89,9 @@ def test_more_tensor_parallel_ranks_than_key_value_heads_cut_the_interleaved_row
 
 def test_layers_are_those_of_the_hybrid_model():
     qwen = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "num_experts": 4, "mlp_only_layers": [1]}
-    assert layer_pattern(qwen) == "*E*-*E"
+    assert letters(qwen) == "*E*-*E"
     words = {"model_type": "nemotron_h", "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"]}
-    assert layer_pattern(words) == "M*E-"
+    assert letters(words) == "M*E-"
 
 
 @pytest.mark.parametrize(

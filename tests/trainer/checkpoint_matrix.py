@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ if __name__ == "__main__":
     megatron.install()
 
 import parity
+import processes
 import torch
 import trainer_toy as toy
 from megatron.core import parallel_state
@@ -145,12 +145,13 @@ def read(shared: Path, source: str, layout: str, name: str, rank: Rank) -> None:
 
 def work(shared: Path, tasks: list[list[str]], rank: Rank | None = None) -> None:
     """Tasks: [model, layout] to write, [model, layout, source] to read. `rank`: this process is in that world."""
-    present = ""
+    present, meetings = "", 0
     for name, layout, *source in tasks:
         if rank is None or (present and layout != present):
             if present:
                 topology.shutdown()
-                os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+            processes.meeting(meetings)
+            meetings += 1
             rank = topology.init(LAYOUTS[layout], seed=1, timeout=parity.DEADLINE)
         present = layout
         if source:
@@ -173,7 +174,9 @@ def run(shared: Path, alone: Rank, pairs: list[tuple[str, str]], names: list[str
             if world == 1:
                 work(shared, own, alone)
             else:
-                parity.start_processes(shared, world, [json.dumps(own)], HERE)
+                meetings, deadline = len(own), parity.DEADLINE
+                arguments = ("--worker", str(shared), json.dumps(own))
+                processes.run(HERE.name, world, shared, *arguments, meetings=meetings, deadline=deadline)
 
     everywhere([[name, layout] for layout in sources for name in names])
     by_target = sorted(pairs, key=lambda pair: list(LAYOUTS).index(pair[1]))
@@ -209,8 +212,7 @@ def main() -> None:
     import tempfile
 
     if sys.argv[1:2] == ["--worker"]:
-        os.environ["MASTER_PORT"] = sys.argv[3]
-        work(Path(sys.argv[2]), json.loads(sys.argv[4]))
+        work(Path(sys.argv[2]), json.loads(sys.argv[3]))
         topology.shutdown()
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -9,9 +9,6 @@ serves all cells of a world size. A cell that cannot be is one that `check` refu
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +19,14 @@ if __name__ == "__main__":
 
     megatron.install()
 
+import mtp_toy
+import processes
 import torch
 import trainer_toy as toy
 from safetensors.torch import load_file, save_file
 
-from megatron_agentrl.recipe.schema import Dispatcher, Optimizer, Topology
+from megatron_agentrl.recipe.mtp_rules import mtp_problems
+from megatron_agentrl.recipe.schema import Dispatcher, Optimizer, Recipe, Topology
 from megatron_agentrl.recipe.topology_rules import topology_problems
 from megatron_agentrl.trainer import model, optimizer, topology
 from megatron_agentrl.trainer.batch import MicroBatch
@@ -34,7 +34,6 @@ from megatron_agentrl.trainer.step import forward_logprobs, train_step
 from megatron_agentrl.trainer.topology import Rank
 from megatron_agentrl.trainer.weights_io import iterate_hf, load_hf
 
-HERE = Path(__file__).parent
 DEADLINE = 600  # seconds that all cells of one world size may take on a busy machine
 STEPS = 4
 
@@ -43,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Nemotron-H MoE": toy.NEMOTRON,
     "Nemotron-H dense": toy.NEMOTRON | {"hybrid_override_pattern": "M*-M-*"},
     "Qwen3-MoE": toy.QWEN | {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "DeepSeek-V3 + MTP": mtp_toy.DEEPSEEK,
 }
 
 #: Name -> topology. A world of 2 is in the fast tests, larger ones are slow.
@@ -55,6 +55,7 @@ LAYOUTS: dict[str, Topology] = {
     "EP2 allgather": Topology(world=2, ep=2, dispatcher=Dispatcher.allgather),
     "DP2 overlap": Topology(world=2, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=2000),
     "DP2 whole optimizer": Topology(world=2, distributed_optimizer=False),
+    "CP2": Topology(world=2, cp=2),
     "TP2xEP2": Topology(world=2, tp=2, sequence_parallel=True, ep=2, etp=1),
     "PP3 uneven": Topology(world=3, pp=3, first_stage_layers=1, last_stage_layers=3),
     "PP2xEP2": Topology(world=4, pp=2, ep=2),
@@ -101,17 +102,25 @@ class Cell:
 
 def refusal(layout: str, name: str) -> str:
     """Why `check` refuses the cell; "" where it does not."""
-    return "; ".join(topology_problems(LAYOUTS[layout], MODELS[name]))
+    found = list(topology_problems(LAYOUTS[layout], MODELS[name]))
+    if MODELS[name].get("num_nextn_predict_layers") and not found:
+        found = list(mtp_problems(mtp_toy.recipe(LAYOUTS[layout]), MODELS[name]))
+    return "; ".join(found)
 
 
 # ---- in each process -------------------------------------------------------------------------------------------
 
 
+def recipe(name: str, sizes: Topology | None = None) -> Recipe:
+    """Prediction heads are trained where the model has them."""
+    return (mtp_toy if MODELS[name].get("num_nextn_predict_layers") else toy).recipe(sizes)
+
+
 def build(name: str, rank: Rank, opt: Optimizer, sizes: Topology, start: Path) -> tuple[list[Any], Any]:
-    chunks = model.build(MODELS[name], toy.recipe(sizes), rank)
+    chunks = model.build(MODELS[name], recipe(name, sizes), rank)
     if start.exists():
         load_hf(chunks, MODELS[name], start, rank)
-    chunks = optimizer.wrap(chunks, opt, toy.recipe(sizes))
+    chunks = optimizer.wrap(chunks, opt, recipe(name, sizes))
     return chunks, optimizer.build(chunks, opt)
 
 
@@ -156,24 +165,24 @@ def write_starts(shared: Path, rank: Rank) -> None:
     """The weights that every layout starts from, as Hugging Face folders. One process."""
     for name, config in MODELS.items():
         topology.seed_everything(3)
-        chunks = model.build(config, toy.recipe(), rank)
+        chunks = model.build(config, recipe(name), rank)
         folder = shared / name
         folder.mkdir()
         tensors = iterate_hf(chunks, config, rank, torch.float32)
         save_file({key: t.clone() for key, t in tensors if t is not None}, folder / "model.safetensors")
 
 
-def worker(shared: Path, cells: list[str], port: str) -> None:
+def worker(shared: Path, cells: list[str]) -> None:
     """Work through the cells ("layout/model"), which all have this world size; rank 0 leaves the files."""
-    os.environ["MASTER_PORT"] = port
-    present = ""
+    present, meetings = "", 0
     for cell in cells:
         layout, name = cell.split("/")
         sizes = LAYOUTS[layout]
         if layout != present:
             if present:
                 topology.shutdown()
-                os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+            processes.meeting(meetings)
+            meetings += 1
             rank, present = topology.init(sizes, seed=1, timeout=DEADLINE), layout
         found = run_cell(name, rank, sizes, PLANS[rank.dp_size][rank.dp], shared / name)
         if rank.is_first:
@@ -192,47 +201,9 @@ def reference(shared: Path, rank: Rank) -> dict[str, dict[str, Any]]:
     return {name: run_cell(name, rank, Topology(), [tuple(range(6))], shared / name) for name in MODELS}
 
 
-def free_port() -> int:
-    """A port with a score of free ones above it, below the range that the kernel gives out."""
-    for port in range(20011, 32000, 61):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-    raise RuntimeError("no free port between 20011 and 32000")
-
-
-def start_processes(shared: Path, world: int, cells: list[str], script: Path = HERE / "parity.py") -> None:
-    """Run the script's cells in `world` processes; their output is the error's text where one fails."""
-    env = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), str(HERE), str(HERE.parent / "layout")])
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(script),
-        "--worker",
-        str(shared),
-        str(free_port()),
-        *cells,
-    ]
-    logs = [(shared / f"world{world}-{index}.log").open("w+") for index in range(world)]
-    started = [
-        subprocess.Popen(command, env=dict(env, RANK=str(index)), stdout=log, stderr=subprocess.STDOUT)
-        for index, log in enumerate(logs)
-    ]
-    try:
-        for process in started:
-            process.wait(timeout=DEADLINE)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-        texts = []
-        for log in logs:
-            log.seek(0)
-            texts.append(log.read())
-            log.close()
-    assert [process.returncode for process in started] == [0] * world, "\n".join(texts)[-6000:]
+def start_processes(shared: Path, world: int, cells: list[str]) -> None:
+    """Run the cells in `world` processes; their output is the error's text where one fails."""
+    processes.run("parity.py", world, shared, "--worker", str(shared), *cells, meetings=len(cells), deadline=DEADLINE)
 
 
 def cells(world: int) -> list[tuple[str, str]]:
@@ -306,7 +277,7 @@ def main() -> None:
     import tempfile
 
     if sys.argv[1:2] == ["--worker"]:
-        worker(Path(sys.argv[2]), sys.argv[4:], sys.argv[3])
+        worker(Path(sys.argv[2]), sys.argv[3:])
         return
     worlds = [int(world) for world in sys.argv[2].split(",")] if sys.argv[1:2] == ["--worlds"] else [2, 3, 4]
     with tempfile.TemporaryDirectory() as folder:

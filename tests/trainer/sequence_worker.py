@@ -1,11 +1,10 @@
-"""Run as several processes by test_context_parallel. argv: shared folder, then CASE=PORT for each case.
+"""Run as several processes by test_context_parallel. argv: shared folder, then the cases.
 
 Leaves `{case}-{model}-{rank}.pt` with what `sequence_cases.measure` found.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron_agentrl.cpu import megatron
 
 megatron.install()
 
+import processes  # noqa: E402
 import torch  # noqa: E402
 import trainer_toy as toy  # noqa: E402
 from sequence_cases import copied, measure  # noqa: E402
@@ -34,8 +34,8 @@ MODELS = {"cp2-dp2": ["nemotron"], "cp2-tp2-sp": ["wide"], "cp2-pp2": ["nemotron
 
 def main() -> None:
     shared = Path(sys.argv[1])
-    for case, port in (argument.split("=") for argument in sys.argv[2:]):
-        os.environ["MASTER_PORT"] = port
+    for number, case in enumerate(sys.argv[2:]):
+        processes.meeting(number)
         topo = CASES[case]
         rank = topology.init(topo, seed=1, timeout=120)
         whole = topo.tp == topo.pp == 1  # each rank holds whole parameters, so that names and shapes are one process's

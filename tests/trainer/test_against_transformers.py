@@ -16,6 +16,7 @@ import trainer_toy as toy
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     NemotronHConfig,
     PreTrainedConfig,
@@ -62,6 +63,16 @@ def llama(**changes) -> LlamaConfig:
     return LlamaConfig(**COMMON, **ATTENTION | heads | changes)
 
 
+def deepseek_v3(**changes) -> DeepseekV3Config:
+    sizes = {
+        "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "first_k_dense_replace": 1,
+        "n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2, "n_shared_experts": 2,
+        "moe_intermediate_size": 28,
+    }  # fmt: skip
+    return DeepseekV3Config(**{key: COMMON[key] for key in COMMON if key != "head_dim"}, **sizes | changes)
+
+
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "nemotron_h": nemotron,
     "nemotron_h latent": lambda: nemotron(moe_latent_size=24),
@@ -74,6 +85,8 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe linear rope": lambda: qwen3_moe(
         rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
     ),
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v3 without a query latent": lambda: deepseek_v3(q_lora_rank=None, n_group=1, topk_group=1),
     "qwen3": qwen3,
     "qwen3 tied": lambda: qwen3(tie_word_embeddings=True, rms_norm_eps=1e-3),
     "llama": llama,

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import processes
 import pytest
 import torch
 import trainer_toy as toy
-from test_trainer_parallel import STARTUP, free_ports, same_losses, same_tensors, weights
+from test_trainer_parallel import same_losses, same_tensors, weights
 
 from megatron_agentrl.trainer import checkpoint, model
 from megatron_agentrl.trainer.step import train_step
 
-HERE = Path(__file__).parent
 CASES = {"ep2": ["latent"], "tp2-sp-ep2": ["latent"], "tp2-sp": ["llama", "qwen3"], "pp2": ["latent", "llama"]}
 PAIRS = [(layout, name) for layout, names in CASES.items() for name in names]
 
@@ -41,23 +37,8 @@ def alone(rank, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(alone):
-    env = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), str(HERE)])
-    ports = free_ports(len(CASES))
-    cases = [f"{layout}={port}={','.join(names)}" for (layout, names), port in zip(CASES.items(), ports, strict=True)]
-    command = [sys.executable, "-W", "ignore", str(HERE / "architecture_worker.py"), str(alone[0]), *cases]
-    started = [
-        subprocess.Popen(
-            command, env=dict(env, RANK=str(index)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for index in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=STARTUP)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)[-4000:]
+    cases = [f"{layout}={','.join(names)}" for layout, names in CASES.items()]
+    processes.run("architecture_worker.py", 2, alone[0], str(alone[0]), *cases, meetings=len(cases))
     return [json.loads((alone[0] / f"results-{index}.json").read_text()) for index in range(2)]
 
 

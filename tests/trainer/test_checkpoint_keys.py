@@ -13,32 +13,50 @@ from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
+import mtp_toy
 import pytest
+import torch
 import trainer_toy as toy
-from fake_world import as_rank
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_agentrl.recipe.schema import Topology
 from megatron_agentrl.trainer import layers, model
-from megatron_agentrl.trainer.attention import LocalCoreAttention
 from megatron_agentrl.trainer.checkpoint_match import tensors
+from megatron_agentrl.trainer.inspect import simulated
 from megatron_agentrl.trainer.latent_experts import LocalMoELayer
+from megatron_agentrl.trainer.mla import LatentCoreAttention
+
+
+
+class Replicated(torch.nn.Linear):
+    """Latent attention's down projections: whole on each tensor-parallel rank, as `TELinear` holds them there."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, parallel_mode: str, bias: bool, **_: Any) -> None:
+        assert parallel_mode == "duplicated" and not bias
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {}, sharded_offsets)
+
 
 #: Transformer Engine's leaf -> torch's with the same parameters: LayerNormLinear has weight and layer_norm_weight.
 LEAVES: list[tuple[Any, Any]] = [
     (te.TELayerNormColumnParallelLinear, layers.NormColumnParallelLinear),
     (te.TEColumnParallelLinear, ColumnParallelLinear),
     (te.TERowParallelLinear, RowParallelLinear),
+    (te.TELinear, Replicated),
     (te.TENorm, layers.RMSNorm),
-    (te.TEDotProductAttention, LocalCoreAttention),  # no parameters
+    (te.TEDotProductAttention, LatentCoreAttention),  # no parameters
     (HybridStack, layers.LocalHybridStack),  # its final norm is TENorm by name
     (MoELayer, LocalMoELayer),  # its latent projections are TELinear by name
 ]
-MODELS = toy.MODELS | toy.FURTHER
+MODELS = toy.MODELS | toy.FURTHER | {"deepseek": mtp_toy.DEEPSEEK, "nemotron heads": mtp_toy.NEMOTRON}
 
 
 def torch_leaves(node: Any) -> Any:
@@ -50,6 +68,8 @@ def torch_leaves(node: Any) -> Any:
         return replace(node, module=torch_leaves(node.module), submodules=torch_leaves(node.submodules))
     if isinstance(node, partial):
         return partial(torch_leaves(node.func), **{key: torch_leaves(value) for key, value in node.keywords.items()})
+    if isinstance(node, list):
+        return [torch_leaves(value) for value in node]
     if is_dataclass(node) and not isinstance(node, type):
         return replace(node, **{f.name: torch_leaves(getattr(node, f.name)) for f in fields(node)})
     return node
@@ -57,8 +77,9 @@ def torch_leaves(node: Any) -> Any:
 
 def keys(name: str, sizes: Topology, rank: int) -> dict[str, tuple[int, ...]]:
     """Checkpoint key -> global shape, of what one rank of the layout holds."""
-    with as_rank(rank, sizes) as at:
-        chunks = model.build(MODELS[name], toy.recipe(sizes), at)
+    with simulated(rank, sizes) as at:
+        heads = "num_nextn_predict_layers" in MODELS[name]
+        chunks = model.build(MODELS[name], (mtp_toy if heads else toy).recipe(sizes), at)
         found = {}
         for chunk in chunks:
             state = {k: v for k, v in chunk.sharded_state_dict().items() if "_extra_state" not in k}
@@ -78,6 +99,7 @@ def test_keys_and_shapes_equal_those_of_the_transformer_engine_specification(mon
 
     real = layers.stack_spec
     monkeypatch.setattr(model, "stack_spec", te_spec)
+    monkeypatch.setattr(multi_latent_attention, "TELinear", Replicated)  # asked for by name
     assert keys(name, sizes, rank) == want
     assert len(want) >= 8
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import trainer_toy as toy
@@ -17,8 +14,6 @@ from megatron_agentrl.recipe.schema import Topology
 from megatron_agentrl.trainer import checkpoint
 from megatron_agentrl.trainer.weights_io import iterate_hf
 
-HERE = Path(__file__).parent
-STARTUP = 240  # seconds
 LAYOUTS = pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 
 
@@ -32,33 +27,8 @@ def alone(rank, tmp_path_factory):
     return shared, found
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for held in sockets:
-        held.bind(("127.0.0.1", 0))
-    ports = [held.getsockname()[1] for held in sockets]
-    for held in sockets:
-        held.close()
-    return ports
-
-
 def start(shared: Path, world: int, cases: list[str]) -> Path:
-    env = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), str(HERE)])
-    ports = [f"{case}={port}" for case, port in zip(cases, free_ports(len(cases)), strict=True)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / "sequence_worker.py"), str(shared), *ports],
-            env=dict(env, RANK=str(index)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for index in range(world)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=STARTUP)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * world, "\n".join(outputs)[-4000:]
+    processes.run("sequence_worker.py", world, shared, str(shared), *cases, meetings=len(cases))
     return shared
 
 

@@ -3,6 +3,7 @@
 import resource
 from dataclasses import replace
 
+import mtp_toy
 import pytest
 import shapes
 import torch
@@ -58,6 +59,7 @@ def test_it_holds_what_the_trainers_own_model_holds_once_wrapped_for_training(na
         (toy.QWEN | {"tie_word_embeddings": True}, Topology(world=4, pp=2, ep=2)),
         (toy.NEMOTRON | {"moe_latent_size": 20}, Topology(world=8, tp=2, sequence_parallel=True, ep=2, etp=2)),
         (toy.QWEN, Topology(world=4, pp=2, vpp=2, ep=2)),
+        (mtp_toy.DEEPSEEK, Topology(world=8, tp=2, sequence_parallel=True, pp=2, ep=2, etp=1)),
     ],
 )
 def test_over_every_rank_of_a_world_the_model_is_there_exactly_once(hf, sizes):
@@ -75,6 +77,16 @@ def test_over_every_rank_of_a_world_the_model_is_there_exactly_once(hf, sizes):
         for held in found.held:
             if held.sources:
                 assert by_copies[found.rank.pp, held.name, held.chunk, held.sources] == list(held.ranks)
+
+
+@pytest.mark.parametrize("name", mtp_toy.MODELS)
+def test_trained_heads_are_counted_once_and_the_embedding_they_read_is_a_copy(name):
+    hf, made = mtp_toy.MODELS[name], mtp_toy.recipe(Topology(world=4, pp=2, ep=2))
+    ranks = [inspect(hf, made, rank) for rank in range(4)]
+    whole = sum(torch.Size(shape).numel() for shape in hf_tensors(hf, heads=True).values())
+    assert sum(found.own for found in ranks) == whole == ranks[0].checkpoint_elements
+    copies = [[held.name for held in found.held if held.copy] for found in ranks]
+    assert copies == [[], [], ["embedding.word_embeddings.weight"], ["embedding.word_embeddings.weight"]]
 
 
 def test_nothing_is_left_behind_even_by_a_model_that_cannot_be_built():

@@ -2,24 +2,18 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import logprob_worker
+import processes
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_trainer_parallel import free_ports
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_agentrl.trainer.logprobs import token_logprobs, token_logprobs_and_entropy
-
-HERE = Path(__file__).parent
 
 
 def plain(logits, ids, temperature, vocab_size):
@@ -104,22 +98,8 @@ def test_a_chunk_without_tokens_is_refused():
 @pytest.fixture(scope="module")
 def shares(tmp_path_factory):
     """What each of three processes found for each case."""
-    folder, (port,) = tmp_path_factory.mktemp("shares"), free_ports(1)
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(HERE.parents[1]), str(HERE)]))
-    command = [sys.executable, "-W", "ignore", str(HERE / "logprob_worker.py")]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), port, str(folder / f"{rank}.json")],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(3)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0, 0], "\n".join(outputs)[-4000:]
+    folder = tmp_path_factory.mktemp("shares")
+    processes.run("logprob_worker.py", 3, folder, str(folder), deadline=120)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mtp_toy
 import pytest
 import torch
 import trainer_toy as toy
@@ -121,3 +122,15 @@ def test_canaries_are_scored_by_the_layout_that_trains(built):
     assert [row.ids for row in found[0]] == [row.ids for row in found[1]]
     for padded, packed in zip(*found, strict=True):
         assert packed.logprobs == pytest.approx(padded.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"q_lora_rank": None, "rope_parameters": mtp_toy.YARN}], ids=["plain", "yarn, no query latent"]
+)
+def test_latent_attention_keeps_packed_sequences_apart(rank, monkeypatch, changes):
+    """Values are narrower than keys here, so that megatron-core pads them in packed rows and cuts them again."""
+    monkeypatch.setitem(mtp_toy.MODELS, "latent", mtp_toy.DEEPSEEK | changes)
+    built = {"latent": mtp_toy.build("latent", rank, toy.SGD, train=False)}
+    want = step(built, "latent", [toy.rows(range(6))], packing=False)
+    same(want, step(built, "latent", [toy.rows(range(6))], packing=True))
+    same(want, step(built, "latent", [toy.rows((5, 1, 3)), toy.rows((0, 2, 4))], packing=True))

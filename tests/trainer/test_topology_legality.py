@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 import trainer_toy as toy
-from fake_world import as_rank
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_agentrl.layout.megatron import layer_pattern as layout_pattern
+from megatron_agentrl.recipe.model_kinds import letters
 from megatron_agentrl.recipe.schema import Dispatcher, Topology
-from megatron_agentrl.recipe.topology_rules import layer_pattern, topology_problems
+from megatron_agentrl.recipe.topology_rules import topology_problems
 from megatron_agentrl.trainer import model
+from megatron_agentrl.trainer.inspect import simulated
 
 
 @st.composite
@@ -69,7 +70,7 @@ def refusal(config: dict, sizes: Topology) -> str:
     """What megatron-core (or the code that configures it) says on the first rank of each pipeline stage, and the last."""
     for rank in {*range(0, sizes.world, max(1, sizes.world // sizes.pp)), sizes.world - 1}:
         try:
-            with as_rank(rank, sizes) as at:
+            with simulated(rank, sizes) as at:
                 model.build(config, toy.recipe(sizes), at)
         except (AssertionError, ImportError, RuntimeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
@@ -96,7 +97,7 @@ def test_check_passes_exactly_where_megatron_core_builds():
 @given(models())
 @settings(max_examples=50, deadline=None)
 def test_the_rules_read_the_same_layers_as_the_layouts(config):
-    assert layer_pattern(config) == layout_pattern(config)
+    assert letters(config) == layout_pattern(config)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_what_is_refused_for_a_package_or_a_mode_is_refused_by_the_model_too(siz
 def test_megatron_core_itself_refuses_experts_with_tensor_parallelism_and_whole_sequences():
     """The reason for that rule: it is megatron-core's, met in the forward pass of training."""
     sizes = Topology(world=2, tp=2, sequence_parallel=True)
-    with as_rank(0, sizes) as rank:
+    with simulated(0, sizes) as rank:
         (chunk,) = model.build(toy.NEMOTRON, toy.recipe(sizes), rank)
         layer = next(module for module in chunk.modules() if isinstance(module, MoELayer))
         layer.config = replace(layer.config, sequence_parallel=False)

@@ -6,31 +6,15 @@ Groupings and resumption are judged here; every other layout is a row of `parity
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import trainer_toy as toy
 
 from megatron_agentrl.trainer import checkpoint
 from megatron_agentrl.trainer.step import forward_logprobs, train_step
-
-HERE = Path(__file__).parent
-STARTUP = 240  # seconds
-
-
-def free_ports(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    for held in sockets:
-        held.bind(("127.0.0.1", 0))
-    ports = [str(held.getsockname()[1]) for held in sockets]
-    for held in sockets:
-        held.close()
-    return ports
 
 
 def weights(folder: Path, name: str, rank) -> dict[str, torch.Tensor]:
@@ -72,22 +56,7 @@ def alone(rank, tmp_path_factory):
 
 def run_pair(shared: Path, layouts: list[str]) -> list[dict]:
     """Start two processes that work through the layouts; what each of them found."""
-    env = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), str(HERE)])
-    ports = [f"{layout}={port}" for layout, port in zip(layouts, free_ports(len(layouts)), strict=True)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / "trainer_worker.py"), str(shared), *ports],
-            env=dict(env, RANK=str(index)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for index in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=STARTUP)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)[-4000:]
+    processes.run("trainer_worker.py", 2, shared, str(shared), *layouts, meetings=len(layouts))
     return [json.loads((shared / f"results-{layouts[0]}-{index}.json").read_text()) for index in range(2)]
 
 

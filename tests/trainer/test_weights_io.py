@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.multiprocessing as mp
-from fake_world import as_rank
 from layout_configs import nemotron, numbered, qwen3_moe, whole
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
@@ -16,6 +15,7 @@ from megatron_agentrl.layout.megatron import hf_tensors, holders
 from megatron_agentrl.recipe.schema import Recipe, Topology
 from megatron_agentrl.trainer import model as trainer_model
 from megatron_agentrl.trainer import topology
+from megatron_agentrl.trainer.inspect import simulated
 from megatron_agentrl.trainer.random_init import random_tensors, write_random
 from megatron_agentrl.trainer.weights_io import coordinates_of, grid_of, iterate_hf, load_hf, save_hf
 
@@ -63,7 +63,7 @@ def test_every_rank_of_a_world_fills_all_its_parameters_and_together_they_are_th
     source = write(tmp_path / "hf", config)
     held = []
     for index in range(sizes.world):
-        with as_rank(index, sizes) as rank:
+        with simulated(index, sizes) as rank:
             chunks = trainer_model.build(config, recipe(sizes), rank)
             for tensor in (tensor for chunk in chunks for tensor in chunk.state_dict().values() if tensor is not None):
                 tensor.fill_(float("nan"))
@@ -88,7 +88,7 @@ def test_a_tied_model_over_a_pipeline_holds_the_embedding_at_both_ends_only(tmp_
     source, sizes = write(tmp_path / "hf", TIED), Topology(world=4, pp=4)
     names = []
     for index in range(4):
-        with as_rank(index, sizes) as rank:
+        with simulated(index, sizes) as rank:
             (chunk,) = trainer_model.build(TIED, recipe(sizes), rank)
             load_hf([chunk], TIED, source, rank)
             ends = {n: p for n, p in chunk.named_parameters() if n.startswith(("embedding", "output_layer"))}
@@ -101,7 +101,7 @@ def test_a_tied_model_over_a_pipeline_holds_the_embedding_at_both_ends_only(tmp_
 def test_every_rank_stands_where_megatron_core_puts_it():
     for sizes in (Topology(world=24, tp=2, cp=3, pp=2, ep=4, etp=1), Topology(world=16, tp=4, pp=2, ep=2, etp=2)):
         for index in range(0, sizes.world, 5):
-            with as_rank(index, sizes) as rank:
+            with simulated(index, sizes) as rank:
                 at = coordinates_of(NEMOTRON, rank)  # compares with its own order and raises
                 found = (at.tp_rank, at.pp_rank, at.ep_rank, at.etp_rank)
                 assert found == (

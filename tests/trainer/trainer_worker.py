@@ -1,13 +1,12 @@
 """Run as two processes by test_trainer_parallel: every two-process case of a set, one start.
 
-argv: shared folder, then LAYOUT=PORT for each layout. Leaves `results-{first layout}-{rank}.json` and weight
+argv: shared folder, then the layouts. Leaves `results-{first layout}-{rank}.json` and weight
 checkpoints in the folder.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from megatron_agentrl.cpu import megatron
 
 megatron.install()
 
+import processes  # noqa: E402
 import trainer_toy as toy  # noqa: E402
 from trainer_theta import theta_cases  # noqa: E402
 
@@ -29,13 +29,14 @@ LAYOUTS = {
 #: Data-parallel rank -> micro-batches of rows. The second form is lopsided and has an empty micro-batch.
 EVEN = {0: [(0, 1), (2,)], 1: [(3,), (4, 5)]}
 LOPSIDED = {0: [(0, 1, 2, 3), (4,)], 1: [(5,), ()]}
+WHOLE = {"even": [(0, 1), (2, 3), (4, 5)], "lopsided": [(5,), (), (0, 1, 2, 3, 4)]}  # one data-parallel rank
 
 
 def gradients(shared: Path, layout: str, name: str, rank: topology.Rank, topo: Topology) -> dict:
     """Step-1 loss and norm for both groupings, the gradients, the weights after 4 SGD steps (as checkpoints)."""
     found: dict = {}
     for grouping, plan in (("even", EVEN), ("lopsided", LOPSIDED)):
-        batches = [toy.rows(rows) for rows in plan[rank.dp]]
+        batches = [toy.rows(rows) for rows in (plan[rank.dp] if rank.dp_size == 2 else WHOLE[grouping])]
         chunks, opt = toy.build(name, rank, toy.SGD, topo)
         checkpoint.load_weights(shared / f"start-{name}", chunks)
         for step in range(1, 5):
@@ -79,10 +80,10 @@ def resumed(shared: Path, name: str, rank: topology.Rank, topo: Topology) -> dic
 
 
 def main() -> None:
-    shared, ports = Path(sys.argv[1]), dict(argument.split("=") for argument in sys.argv[2:])
+    shared, layouts = Path(sys.argv[1]), sys.argv[2:]
     found: dict = {}
-    for layout, port in ports.items():
-        os.environ["MASTER_PORT"] = port
+    for number, layout in enumerate(layouts):
+        processes.meeting(number)
         rank = topology.init(LAYOUTS[layout], seed=1, timeout=60)
         found[layout] = {"rank": vars(rank)}
         for name in toy.MODELS:
@@ -92,7 +93,7 @@ def main() -> None:
         if layout == "ep2":
             found["resumed"] = resumed(shared, "nemotron", rank, LAYOUTS[layout])
         topology.shutdown()
-    (shared / f"results-{next(iter(ports))}-{rank.rank}.json").write_text(json.dumps(found))
+    (shared / f"results-{layouts[0]}-{rank.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from typing import Any
 
 from megatron_agentrl.layout.megatron import layer_pattern
 from megatron_agentrl.recipe.model_rules import model_problems
-from megatron_agentrl.trainer.architectures import decoder, nemotron_h
+from megatron_agentrl.trainer.architectures import decoder, deepseek_v3, nemotron_h
 from megatron_agentrl.trainer.architectures.base import Architecture
 
 READERS: dict[str, Callable[[dict[str, Any]], Architecture]] = {
+    "deepseek_v3": deepseek_v3.read,
     "nemotron_h": nemotron_h.read,
     "qwen3_moe": decoder.read,
     "qwen3": decoder.read,
