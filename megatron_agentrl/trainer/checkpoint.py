@@ -38,7 +38,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from megatron_agentrl.trainer import loss_scale, optimizer_state
-from megatron_agentrl.trainer.checkpoint_match import check_same_model
+from megatron_agentrl.trainer.checkpoint_match import check_same_model, has_other_type
 from megatron_agentrl.trainer.optimizer import parts
 
 FORMAT = 1
@@ -173,7 +173,8 @@ def save(
 def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
     """Read a complete checkpoint into the model and the optimizer; returns `extra`. Collective.
 
-    The parallel layout may differ from the one that wrote it. The random state is restored when it is the same, and
+    The parallel layout and model.dtype may differ from those that wrote it: weights of another type are made from the
+    float32 ones in the optimizer's state, where it has any. The random state is restored when it is the same, and
     left as `topology.init` seeded it otherwise: which ranks draw alike depends on the layout, not on their number.
 
     Raises:
@@ -184,6 +185,7 @@ def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
     mark = check(folder)
     state = _model_state(models)
     check_same_model(folder, state)
+    other_type = has_other_type(folder, state)
     has_moments = optimizer_state.has_moments(optimizer)
     if has_moments:
         _fill_state(optimizer)
@@ -195,6 +197,8 @@ def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
     _put_model(models, loaded)
     if has_moments:
         optimizer_state.put(optimizer, models, loaded["optimizer"])
+        if other_type:
+            optimizer_state.give_model_its_weights(optimizer, models)
         _set_adam_step(optimizer, mark["optimizer_step"])
         loss_scale.restore(parts(optimizer), mark.get("loss_scale"))
     if same_layout:

@@ -56,6 +56,12 @@ def check_same_model(folder: Path, state: dict[str, Any]) -> None:
         )
 
 
+def has_other_type(folder: Path, state: dict[str, Any]) -> bool:
+    """Whether a tensor of the model stands in the checkpoint in another type (model.dtype was changed in between)."""
+    stored = load_tensors_metadata(str(folder))
+    return any(stored[tensor.key].dtype != tensor.dtype for tensor in tensors(state))
+
+
 def tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
     """Every tensor of a sharded state dict; what is saved in parts under keys of its own is built into them."""
     for value in nested_values(state):

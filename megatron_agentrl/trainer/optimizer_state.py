@@ -134,6 +134,16 @@ def put(optimizer: Any, models: list[Any], loaded: dict[str, dict[str, torch.Ten
             part.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
+def give_model_its_weights(optimizer: Any, models: list[Any]) -> None:
+    """Round the float32 weights to the model's type and complete them on every rank, as a step does. Collective."""
+    for part in parts(optimizer):
+        if hasattr(part, "_copy_main_params_to_model_params"):  # a float32 optimizer steps the model's own
+            part._copy_main_params_to_model_params()
+    for chunk in models:
+        if chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
+
+
 def _parameters(part: DistributedOptimizer) -> list[torch.nn.Parameter]:
     """Every parameter of a sharded optimizer, held here or not, in one order on its data-parallel ranks."""
     return [parameter for buffer in part.buffers for parameter in buffer.param_index_map]

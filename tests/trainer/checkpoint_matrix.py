@@ -36,7 +36,7 @@ from megatron_agentrl.trainer.step import train_step
 from megatron_agentrl.trainer.topology import Rank
 
 HERE = Path(__file__)
-MODELS = ("Nemotron-H MoE", "Qwen3-MoE")
+HYBRID, QWEN, DEEPSEEK = "Nemotron-H MoE", "Qwen3-MoE", "DeepSeek-V3 + MTP"
 #: The two data-parallel ones cut their buffers into many buckets, or keep the state whole on each rank.
 LAYOUTS: dict[str, Topology] = {
     "one": Topology(),
@@ -49,10 +49,13 @@ LAYOUTS: dict[str, Topology] = {
     "TP2xEP2": Topology(world=2, tp=2, sequence_parallel=True, ep=2, etp=1),
     "PP2xEP2": Topology(world=4, pp=2, ep=2),
 }
-#: The six of which each reads each; the others are in `RING`.
 SIX = ("one", "DP2", "EP2", "TP2+SP", "PP2", "VPP3xPP2")
+#: (saved at, loaded at): each of the six at each; each once on either side; and the layouts beside the six.
 PAIRS = list(itertools.product(SIX, SIX))
-RING = [("one", "DP2 whole"), ("DP2 whole", "TP2xEP2"), ("TP2xEP2", "PP2xEP2"), ("PP2xEP2", "EP2"), ("DP2", "PP2xEP2")]
+ROUND = list(zip(SIX, SIX[1:] + SIX[:1], strict=True))
+BESIDE = [("one", "DP2 whole"), ("DP2 whole", "TP2xEP2"), ("TP2xEP2", "PP2xEP2"), ("PP2xEP2", "EP2"), ("DP2", "PP2xEP2")]
+Cells = dict[str, list[tuple[str, str]]]
+WHOLE: Cells = {HYBRID: PAIRS + BESIDE, QWEN: PAIRS + BESIDE, DEEPSEEK: ROUND + BESIDE}
 SAVED_AT, FURTHER = 3, 3  # steps before the save and after it
 STATE = ("exp_avg", "exp_avg_sq", "step")
 
@@ -163,31 +166,27 @@ def work(shared: Path, tasks: list[list[str]], rank: Rank | None = None) -> None
 # ---- in the process that judges --------------------------------------------------------------------------------
 
 
-def run(shared: Path, alone: Rank, pairs: list[tuple[str, str]], names: list[str]) -> dict[tuple[str, str, str], Any]:
-    """(saved at, loaded at, model) -> what was found, for the given pairs of layouts."""
+def run(shared: Path, alone: Rank, cells: Cells) -> dict[tuple[str, str, str], Any]:
+    """(saved at, loaded at, model) -> what was found, for each model's pairs of layouts."""
     parity.write_starts(shared, alone)
-    sources = [layout for layout in LAYOUTS if any(layout == source for source, _ in pairs)]
-
-    def everywhere(tasks: list[list[str]]) -> None:
+    order = list(LAYOUTS)
+    writes = [[name, source] for name, pairs in cells.items() for source in {source for source, _ in pairs}]
+    reads = [[name, target, source] for name, pairs in cells.items() for source, target in pairs]
+    for tasks in (writes, reads):
         for world in sorted({LAYOUTS[layout].world for _, layout, *_ in tasks}):
             own = [task for task in tasks if LAYOUTS[task[1]].world == world]
+            own.sort(key=lambda task: order.index(task[1]))  # one process group for each layout
             if world == 1:
                 work(shared, own, alone)
             else:
-                meetings, deadline = len(own), parity.DEADLINE
-                arguments = ("--worker", str(shared), json.dumps(own))
-                processes.run(HERE.name, world, shared, *arguments, meetings=meetings, deadline=deadline)
-
-    everywhere([[name, layout] for layout in sources for name in names])
-    by_target = sorted(pairs, key=lambda pair: list(LAYOUTS).index(pair[1]))
-    everywhere([[name, target, source] for source, target in by_target for name in names])
+                arguments, meetings = ("--worker", str(shared), json.dumps(own)), len({layout for _, layout, *_ in own})
+                processes.run(HERE.name, world, shared, *arguments, meetings=meetings, deadline=parity.DEADLINE)
     found = {}
-    for source, target in pairs:
-        for name in names:
-            want = json.loads((shared / f"{source}-{name}.json").read_text())
-            cell = json.loads((shared / f"{source}-{target}-{name}.json").read_text())
-            cell["gap"] = max(abs(a / b - 1) for a, b in zip(cell["losses"], want, strict=True))
-            found[source, target, name] = cell
+    for name, target, source in reads:
+        want = json.loads((shared / f"{source}-{name}.json").read_text())
+        cell = json.loads((shared / f"{source}-{target}-{name}.json").read_text())
+        cell["gap"] = max(abs(a / b - 1) for a, b in zip(cell["losses"], want, strict=True))
+        found[source, target, name] = cell
     return found
 
 
@@ -217,7 +216,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         rank = topology.init(Topology(), seed=1, timeout=60)
-        print(table(run(Path(folder), rank, PAIRS + RING, list(MODELS))))
+        print(table(run(Path(folder), rank, WHOLE)))
         topology.shutdown()
 
 
