@@ -455,6 +455,9 @@ class Checkpoint:
     """Steps between checkpoints (one is always written at the end); 0 writes only that one."""
     keep: int = 2
     """Newest checkpoints to keep."""
+    asynchronous: bool = False
+    """Write checkpoints in the background of the next steps: training stops while the state is copied to the host, no
+    longer. The copy takes host memory until it is written."""
 
 
 @dataclass
@@ -479,6 +482,8 @@ class Deadlines:
     """Seconds a process may take to stop before it is killed."""
     eval: float = 300.0
     """Seconds one held-out evaluation may take."""
+    checkpoint: float = 1800.0
+    """Seconds that a checkpoint written in the background may take before the run ends, naming the ranks that are late."""
 
 
 @dataclass

@@ -130,6 +130,7 @@ POSITIVE = (
     "deadlines.start",
     "deadlines.stop",
     "deadlines.eval",
+    "deadlines.checkpoint",
 )
 
 
