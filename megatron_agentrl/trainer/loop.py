@@ -172,9 +172,7 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
         assert t.coordinator is not None
         t.coordinator.resume(version, None if resume_at is None else str(folder))
     if resume_at is None:
-        save_checkpoint(
-            t, saver, optimizer, 0
-        )  # what the warm start cost is not lost to a stop before the next checkpoint
+        save_checkpoint(t, saver, optimizer, 0)  # a stop before the next checkpoint does not lose the warm start
     else:
         checkpoint.load(folder, t.models, optimizer)
     publish_version(t, version)

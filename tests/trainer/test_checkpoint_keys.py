@@ -33,7 +33,6 @@ from megatron_agentrl.trainer.latent_experts import LocalMoELayer
 from megatron_agentrl.trainer.mla import LatentCoreAttention
 
 
-
 class Replicated(torch.nn.Linear):
     """Latent attention's down projections: whole on each tensor-parallel rank, as `TELinear` holds them there."""
 
