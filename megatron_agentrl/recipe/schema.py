@@ -303,6 +303,8 @@ class Data:
     """Held-out prompts, same format. A training prompt that also stands here is refused."""
     task: str | None = None
     """reasoning-gym task name when `source=reasoning_gym`, e.g. chain_sum."""
+    task_options: str | None = None
+    """The task's own settings, e.g. min_terms=2,max_terms=2 for chain_sum; null leaves its defaults."""
     size: int = 4096
     """Training prompts to draw when `source=reasoning_gym`."""
     eval_size: int = 256
