@@ -148,11 +148,13 @@ def _tokenizer_problems(recipe: Recipe, key: str, folder: Path) -> Iterator[str]
         if key == "algorithm.teacher_path":
             yield f"{key}={folder}: tokenizer.json is missing, its ids cannot be compared with the policy's; save it there"
         return
-    ours, theirs = _ids(Path(recipe.model.path) / "tokenizer.json"), _ids(path)
-    if ours is None:
-        return  # said of model.path
-    if theirs is None:
-        yield f"{key}={folder}: tokenizer.json cannot be read; save the tokenizer there again"
+    own = Path(recipe.model.path) / "tokenizer.json"
+    ours, theirs = _ids(own), _ids(path)
+    if ours is None or theirs is None:
+        yield (
+            f"{key}={folder}: {own if ours is None else path} has no vocabulary to compare ids by; save the tokenizer "
+            "there again"
+        )
         return
     differ = [token for token, index in ours.items() if theirs.get(token) != index]
     if differ:
