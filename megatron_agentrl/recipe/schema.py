@@ -75,6 +75,7 @@ class Advantage(str, Enum):
     rloo = "rloo"
     grpo = "grpo"
     mean = "mean"
+    zero = "zero"
 
 
 class Proximal(str, Enum):
@@ -397,7 +398,8 @@ class Weights:
 @dataclass
 class Algorithm:
     advantage: Advantage = Advantage.rloo
-    """Estimator over a group: `rloo`, `grpo` (mean and sample std) or `mean` (mean baseline only)."""
+    """Estimator over a group: `rloo`, `grpo` (mean and sample std), `mean` (mean baseline only), or `zero` (the reward
+    teaches nothing: distillation alone, with `teacher_coef`)."""
     group_size: int = 8
     """Trajectories per prompt."""
     clip_low: float = 0.2
@@ -416,7 +418,16 @@ class Algorithm:
     dual_clip: float | None = None
     """Upper bound of a negative-advantage token's loss in units of |advantage| (above 1); null sets none."""
     kl_coef: float = 0.0
-    """Weight of the k3 KL to the reference policy (the weights the reinforcement phase started from)."""
+    """Weight of the k3 KL to the reference policy."""
+    reference_path: str | None = None
+    """Hugging Face folder of the reference policy, of the same architecture; null takes the weights that the
+    reinforcement phase started from (after the warm start). Kept in the trainers' host memory."""
+    teacher_coef: float = 0.0
+    """Weight of the teacher in a token's advantage, which gains teacher_coef x (log teacher - log policy): the reverse
+    KL to the teacher on the policy's own tokens falls. 0 turns distillation off."""
+    teacher_path: str | None = None
+    """Hugging Face folder of the teacher: the policy's tokenizer, any supported architecture that the topology can cut.
+    Kept in the trainers' host memory; of another size than the policy it takes device memory beside it in its pass."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy (nats a trained token, at the sampling temperature), which the loss then rewards."""
     shuffle_rewards: bool = False

@@ -33,12 +33,12 @@ from megatron_agentrl.trainer.batch import MicroBatch, rl_micro_batch, sft_micro
 from megatron_agentrl.trainer.checkpoint_saver import Saver
 from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
 from megatron_agentrl.trainer.data_parallel import settle
+from megatron_agentrl.trainer.frozen import Frozen, frozen_policies
 from megatron_agentrl.trainer.losses import rl_loss, sft_loss
 from megatron_agentrl.trainer.micro_batches import empty
 from megatron_agentrl.trainer.optimizer import build, learning_rate
 from megatron_agentrl.trainer.precision import TORCH_DTYPE
-from megatron_agentrl.trainer.reference import Reference
-from megatron_agentrl.trainer.step import StepResult, forward_logprobs, train_step
+from megatron_agentrl.trainer.step import StepResult, train_step
 from megatron_agentrl.trainer.topology import Rank
 from megatron_agentrl.trainer.weights_io import iterate_hf, save_hf
 from megatron_agentrl.trajectory.spool import SpoolReader
@@ -158,13 +158,13 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
     """
     recipe = t.recipe
     optimizer = build(t.models, recipe.optimizer, recipe)
-    reference = _reference(t, resume_at)
     saver = Saver(
         t.checkpoints,
         asynchronous=recipe.checkpoint.asynchronous,
         keep=recipe.checkpoint.keep,
         deadline=recipe.deadlines.checkpoint,
     )
+    frozen = frozen_policies(recipe, t.models, t.hf_config, t.rank, t.checkpoints, resume=resume_at is not None)
     version = resume_at or 0
     folder = t.checkpoints / f"step_{version}"
     if t.rank.is_first:
@@ -186,7 +186,7 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
             break
         t1 = time.perf_counter()
         with t.events.span("train", step=version):
-            values = _rl_step(t, optimizer, plan, version, reference)
+            values = _rl_step(t, optimizer, plan, version, frozen)
         _note_complete(t, saver.poll())
         if t.rank.is_first:
             t.coordinator.step_done(version, values)  # type: ignore[union-attr]
@@ -208,21 +208,8 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
     return version
 
 
-def _reference(t: Trainer, resume_at: int | None) -> Reference | None:
-    """The weights the reinforcement phase starts from, kept on disk so that a resumed run has the same ones."""
-    if t.recipe.algorithm.kl_coef == 0:
-        return None
-    folder = t.checkpoints / "reference"
-    settle(t.models)
-    if resume_at is None:
-        checkpoint.save_weights(folder, t.models)
-    else:
-        checkpoint.load_weights(folder, t.models)  # the policy's own weights follow from its checkpoint
-    return Reference(t.models)
-
-
 def _rl_step(
-    t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, reference: Reference | None
+    t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, frozen: dict[str, Frozen]
 ) -> dict[str, Any]:
     recipe = t.recipe
     rewards = [list(map(float, g["rewards"])) for g in plan["groups"]]
@@ -240,13 +227,9 @@ def _rl_step(
         micro_batches.append(rl_micro_batch(rows, t.pad_id, version, recipe.staleness.eta))
     spool.close()
     temperature = recipe.sampling.temperature
-    if reference is not None:
-        settle(t.models)
-        with reference.active(t.models):
-            for batch, logprobs_BT in zip(
-                micro_batches, forward_logprobs(t.models, micro_batches, temperature), strict=True
-            ):
-                batch.columns["reference"] = logprobs_BT
+    for column, policy in frozen.items():
+        for batch, logprobs_BT in zip(micro_batches, policy.logprobs(micro_batches, temperature), strict=True):
+            batch.columns[column] = logprobs_BT
     result = train_step(
         t.models,
         optimizer,

@@ -68,12 +68,7 @@ def wrap(models: list[Any], opt: Optimizer, recipe: Recipe | None = None) -> lis
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     wrapped = []
     for chunk, model in enumerate(models):
-        if config.bf16 or config.fp16:
-            kept = {n: p.detach().float() for n, p in model.named_parameters() if n.endswith(FLOAT32_PARAMETERS)}
-            model = Float16Module(config, model)
-            for name, parameter in model.module.named_parameters():
-                if name in kept:
-                    parameter.data = kept[name]
+        model = in_its_type(model)
         layout = None
         if ddp.use_distributed_optimizer:
             layout = _distrib.DistributedOptimizer.compute_full_param_layout(
@@ -88,6 +83,20 @@ def wrap(models: list[Any], opt: Optimizer, recipe: Recipe | None = None) -> lis
         )
     for chunk_model in wrapped:
         chunk_model.broadcast_params()
+    return wrapped
+
+
+def in_its_type(model: Any) -> Any:
+    """The model as it computes in its config's type: bare in fp32, else in megatron-core's wrapper for half types, with
+    FLOAT32_PARAMETERS as they were."""
+    config = get_model_config(model)
+    if not (config.bf16 or config.fp16):
+        return model
+    kept = {n: p.detach().float() for n, p in model.named_parameters() if n.endswith(FLOAT32_PARAMETERS)}
+    wrapped = Float16Module(config, model)
+    for name, parameter in wrapped.module.named_parameters():
+        if name in kept:
+            parameter.data = kept[name]
     return wrapped
 
 

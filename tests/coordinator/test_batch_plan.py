@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_fakes import receipt
+from coordinator_fakes import prompts, receipt, recipe, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,6 +93,13 @@ def test_rows_of_equal_rewards_are_skipped_but_their_tokens_count():
     assert (plan.tokens, plan.skipped) == (16, 2)
     kept = plan_batch([flat, mixed], 0, 0, Shape(1, 100), keep_equal=True)
     assert (len(rows(kept)), kept.skipped) == (4, 0)
+
+
+@pytest.mark.parametrize("coefficient", ["kl_coef", "teacher_coef", "entropy_coef"])
+def test_what_gives_a_token_a_gradient_beside_its_reward_keeps_rows_of_equal_rewards(tmp_path, coefficient):
+    made = recipe()
+    setattr(made.algorithm, coefficient, 0.1)
+    assert start(tmp_path, made, prompts(2)).keep_equal
 
 
 def test_no_row_with_signal_still_gives_every_rank_a_micro_batch():
