@@ -3,6 +3,7 @@
 `rloo`  reward minus the mean of the others
 `grpo`  reward minus the mean, over the sample standard deviation (n - 1), without an epsilon
 `mean`  reward minus the mean
+`zero`  0: the reward teaches nothing
 
 A group whose rewards are equal, or in which one or no member is left, has no signal: its advantages are
 exactly 0. Equal means within 1e-6 of the largest magnitude: a difference that small is rounding in the
@@ -68,4 +69,5 @@ ESTIMATORS: dict[Advantage, Callable[[list[float]], list[float]]] = {
     Advantage.rloo: _rloo,
     Advantage.grpo: _grpo,
     Advantage.mean: _centred,
+    Advantage.zero: lambda rewards: [0.0] * len(rewards),
 }

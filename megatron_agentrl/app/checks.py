@@ -15,6 +15,7 @@ from megatron_agentrl.layout.boxes import LayoutError
 from megatron_agentrl.layout.megatron import architecture, hf_tensors
 from megatron_agentrl.planner import memory
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
+from megatron_agentrl.recipe.frozen_rules import config_differences
 from megatron_agentrl.recipe.schema import Init, Recipe, Source
 from megatron_agentrl.recipe.validate import gpu_count, problems, read_config
 
@@ -89,13 +90,26 @@ def _names(tree: ast.Module) -> set[str]:
 
 def _weight_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:
     """Whether config.json has a layout, and whether the folder's weights are that model: by their headers alone."""
-    folder, heads = Path(recipe.model.path), recipe.model.mtp.train and mode != "eval"
+    heads = recipe.model.mtp.train and mode != "eval"
+    weights = recipe.model.init is not Init.random or mode == "eval"
+    yield from _folder_problems("model.path", Path(recipe.model.path), config, heads, weights=weights)
+    algorithm = recipe.algorithm
+    if mode == "train" and algorithm.kl_coef and algorithm.reference_path is not None:
+        yield from _folder_problems("algorithm.reference_path", Path(algorithm.reference_path), config, heads)
+    if mode == "train" and algorithm.teacher_coef and algorithm.teacher_path is not None:
+        teacher = read_config(algorithm.teacher_path)
+        # Heads are read where the teacher takes the policy's own place.
+        heads = heads and not config_differences(config, teacher)
+        yield from _folder_problems("algorithm.teacher_path", Path(algorithm.teacher_path), teacher, heads)
+
+
+def _folder_problems(key: str, folder: Path, config: dict, heads: bool, *, weights: bool = True) -> Iterator[str]:
     try:
         expected = hf_tensors(config, heads)
     except LayoutError as error:
-        yield f"model.path={folder}: {error}"
+        yield f"{key}={folder}: {error}"
         return
-    if recipe.model.init is Init.random and mode != "eval":
+    if not weights:
         return
     # Imported here: reading headers takes safetensors and numpy.
     from megatron_agentrl.trainer.hf_headers import WeightsError, differences, locate, some, without_scales
@@ -103,11 +117,11 @@ def _weight_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:
     try:
         stored, _ = without_scales(folder, locate(folder, dict(architecture(config).ALIASES)))
     except WeightsError as error:
-        yield f"model.path={folder}: {error}; save the model there again"
+        yield f"{key}={folder}: {error}; save the model there again"
         return
     if found := differences(config, {name: tensor.shape for name, tensor in stored.items()}, heads):
         yield (
-            f"model.path={folder}: the weights are not the model of config.json ({len(stored)} tensors, expected "
+            f"{key}={folder}: the weights are not the model of config.json ({len(stored)} tensors, expected "
             f"{len(expected)}): {some(found, 3)}; put the two files of one model there"
         )
 
@@ -145,20 +159,16 @@ def _check_data(recipe: Recipe, mode: str) -> list[str]:
         lines.append(f"warm start: {len(demonstrations):,} demonstrations, {recipe.warm_start.steps} steps")
     if mode in ("train", "eval"):
         if recipe.data.source is Source.reasoning_gym:
-            _check_task(recipe.data.task or "")
+            # Imported here: a run over JSONL needs none of the package. Drawing the questions can take minutes and is the
+            # coordinator's.
+            from megatron_agentrl.data.reasoning_gym import check_task
+
+            check_task(recipe.data.task or "", recipe.data.task_options)
             lines.append(f"prompts: {recipe.data.size:,} of {recipe.data.task}, {recipe.data.eval_size:,} held out")
         else:
             prompts = load_prompts(recipe)
             lines.append(f"prompts: {len(prompts.train):,} to train on, {len(prompts.held_out):,} held out")
     return lines
-
-
-def _check_task(task: str) -> None:
-    """The name alone: drawing a task's questions can take minutes and is the coordinator's."""
-    from reasoning_gym.factory import DATASETS
-
-    if task not in DATASETS:
-        raise RecipeError(f"data.task={task}: no such reasoning-gym task; {did_you_mean(task, DATASETS)}")
 
 
 def _summary(recipe: Recipe, config: dict, mode: str, data: list[str]) -> list[str]:
@@ -181,4 +191,9 @@ def _summary(recipe: Recipe, config: dict, mode: str, data: list[str]) -> list[s
             f"batch: {train.batch} prompts x {algorithm.group_size} trajectories = {train.batch * algorithm.group_size}, "
             f"{train.steps} steps, staleness at most {recipe.staleness.eta}"
         )
+        if algorithm.kl_coef:
+            start = "the weights that reinforcement starts from"
+            lines.append(f"reference: {algorithm.reference_path or start}, kl_coef {algorithm.kl_coef}")
+        if algorithm.teacher_coef:
+            lines.append(f"teacher: {algorithm.teacher_path}, teacher_coef {algorithm.teacher_coef}")
     return [*lines, *data, f"memory: {needed}"]

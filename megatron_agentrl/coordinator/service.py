@@ -95,7 +95,8 @@ class Coordinator:
             packing=multiples_of(topology) if recipe.train.packing else None,
         )
         algorithm = recipe.algorithm
-        self.keep_equal = algorithm.kl_coef > 0 or algorithm.entropy_coef > 0 or algorithm.shuffle_rewards
+        coefs = (algorithm.kl_coef, algorithm.teacher_coef, algorithm.entropy_coef)
+        self.keep_equal = max(coefs) > 0 or algorithm.shuffle_rewards
         self.progress: dict[str, Any] = {}
         self.stopping = False
         self._reset()

@@ -14,7 +14,8 @@ from typing import Any
 
 from megatron_agentrl.layout import decoder
 from megatron_agentrl.layout.megatron import hf_tensors
-from megatron_agentrl.recipe.schema import Dtype, GradientDtype, Recipe, Recompute, RecomputeMethod
+from megatron_agentrl.recipe.schema import Dtype, GradientDtype, Recipe, Recompute, RecomputeMethod, Topology
+from megatron_agentrl.recipe.validate import read_config
 
 GIB = 1024**3
 
@@ -170,7 +171,8 @@ def estimate(recipe: Recipe, config: dict[str, Any], *, gpu: bool, mode: str = "
     helpers = HELPER_BASE * (2 + recipe.agent.workers) if engines else 0.0
     if gpu:
         return Memory(TRAINER_BASE, trainers, ENGINE_BASE, engines, helpers)
-    return Memory(trainer_bytes(recipe, config), trainers, engine_bytes(recipe, config), engines, helpers)
+    trainer = trainer_bytes(recipe, config) + (_teacher_bytes(recipe) if mode == "train" else 0.0)
+    return Memory(trainer, trainers, engine_bytes(recipe, config), engines, helpers)
 
 
 def trainer_bytes(recipe: Recipe, config: dict[str, Any]) -> float:
@@ -178,15 +180,30 @@ def trainer_bytes(recipe: Recipe, config: dict[str, Any]) -> float:
 
     Optimizer state is counted as not sharded over data-parallel ranks.
     """
-    topology, parameters = recipe.topology, count_parameters(config)
+    topology = recipe.topology
     etp = topology.etp if topology.etp is not None else topology.tp
-    held = (parameters.dense + parameters.embedding) / topology.tp / topology.pp
-    held += parameters.experts / (topology.ep * etp * topology.pp)
+    held = _held(count_parameters(config), topology)
     if recipe.model.mtp.train:  # all heads are on the last stage
         heads = count_heads(config)
         held += heads.dense / topology.tp + heads.experts / (topology.ep * etp)
     each = device_bytes_per_parameter(recipe) + host_bytes_per_parameter(recipe)
     return held * each + activation_bytes(recipe, config) + TRAINER_BASE
+
+
+def _held(parameters: Parameters, topology: Topology) -> float:
+    """Parameters of a rank, without prediction heads, as if every stage had as many."""
+    etp = topology.etp if topology.etp is not None else topology.tp
+    dense = (parameters.dense + parameters.embedding) / topology.tp / topology.pp
+    return dense + parameters.experts / (topology.ep * etp * topology.pp)
+
+
+def _teacher_bytes(recipe: Recipe) -> float:
+    """Host memory of a rank's shards of the teacher, 0 without one."""
+    algorithm = recipe.algorithm
+    if not algorithm.teacher_coef or algorithm.teacher_path is None:
+        return 0.0
+    teacher = count_parameters(read_config(algorithm.teacher_path))
+    return _held(teacher, recipe.topology) * _weight_bytes(recipe)
 
 
 def device_bytes_per_parameter(recipe: Recipe) -> float:

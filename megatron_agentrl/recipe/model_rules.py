@@ -32,12 +32,10 @@ def _keys(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-#: Keys of any model: sizes that every reader uses, then what has no part in the computation (provenance, special
-#: tokens, defaults of generation, training and serving).
-_COMMON = _keys(
-    """vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim tie_word_embeddings
-    max_position_embeddings rope_theta
-    architectures model_type transformers_version dtype torch_dtype auto_map use_cache name_or_path license
+#: Keys of any model that have no part in the computation: provenance, special tokens, defaults of generation, training
+#: and serving.
+BOOKKEEPING = _keys(
+    """architectures transformers_version dtype torch_dtype auto_map use_cache name_or_path license
     initializer_range pad_token_id bos_token_id eos_token_id sep_token_id decoder_start_token_id
     return_dict output_hidden_states output_attentions torchscript chunk_size_feed_forward is_encoder_decoder is_decoder
     problem_type id2label label2id num_labels task_specific_params tokenizer_class prefix use_return_dict
@@ -47,6 +45,11 @@ _COMMON = _keys(
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
     output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty
     transformers.js_config"""
+)
+#: These and the sizes that every reader uses.
+_COMMON = BOOKKEEPING | _keys(
+    """model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    tie_word_embeddings max_position_embeddings rope_theta"""
 )
 
 

@@ -75,6 +75,7 @@ class Advantage(str, Enum):
     rloo = "rloo"
     grpo = "grpo"
     mean = "mean"
+    zero = "zero"
 
 
 class Proximal(str, Enum):
@@ -302,6 +303,8 @@ class Data:
     """Held-out prompts, same format. A training prompt that also stands here is refused."""
     task: str | None = None
     """reasoning-gym task name when `source=reasoning_gym`, e.g. chain_sum."""
+    task_options: str | None = None
+    """The task's own settings, e.g. min_terms=2,max_terms=2 for chain_sum; null leaves its defaults."""
     size: int = 4096
     """Training prompts to draw when `source=reasoning_gym`."""
     eval_size: int = 256
@@ -395,7 +398,8 @@ class Weights:
 @dataclass
 class Algorithm:
     advantage: Advantage = Advantage.rloo
-    """Estimator over a group: `rloo`, `grpo` (mean and sample std) or `mean` (mean baseline only)."""
+    """Estimator over a group: `rloo`, `grpo` (mean and sample std), `mean` (mean baseline only), or `zero` (the reward
+    teaches nothing: distillation alone, with `teacher_coef`)."""
     group_size: int = 8
     """Trajectories per prompt."""
     clip_low: float = 0.2
@@ -414,7 +418,16 @@ class Algorithm:
     dual_clip: float | None = None
     """Upper bound of a negative-advantage token's loss in units of |advantage| (above 1); null sets none."""
     kl_coef: float = 0.0
-    """Weight of the k3 KL to the reference policy (the weights the reinforcement phase started from)."""
+    """Weight of the k3 KL to the reference policy."""
+    reference_path: str | None = None
+    """Hugging Face folder of the reference policy, of the same architecture; null takes the weights that the
+    reinforcement phase started from (after the warm start). Kept in the trainers' host memory."""
+    teacher_coef: float = 0.0
+    """Weight of the teacher in a token's advantage, which gains teacher_coef x (log teacher - log policy): the reverse
+    KL to the teacher on the policy's own tokens falls. 0 turns distillation off."""
+    teacher_path: str | None = None
+    """Hugging Face folder of the teacher: the policy's tokenizer, any supported architecture that the topology can cut.
+    Kept in the trainers' host memory; of another size than the policy it takes device memory beside it in its pass."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy (nats a trained token, at the sampling temperature), which the loss then rewards."""
     shuffle_rewards: bool = False
@@ -453,6 +466,9 @@ class Checkpoint:
     """Steps between checkpoints (one is always written at the end); 0 writes only that one."""
     keep: int = 2
     """Newest checkpoints to keep."""
+    asynchronous: bool = False
+    """Write checkpoints in the background of the next steps: training stops while the state is copied to the host, no
+    longer. The copy takes host memory until it is written."""
 
 
 @dataclass
@@ -477,6 +493,8 @@ class Deadlines:
     """Seconds a process may take to stop before it is killed."""
     eval: float = 300.0
     """Seconds one held-out evaluation may take."""
+    checkpoint: float = 1800.0
+    """Seconds that a checkpoint written in the background may take before the run ends, naming the ranks that are late."""
 
 
 @dataclass

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_agentrl.recipe import model_rules
 from megatron_agentrl.recipe.errors import RecipeError, did_you_mean
+from megatron_agentrl.recipe.frozen_rules import frozen_problems
 from megatron_agentrl.recipe.leaves import get
 from megatron_agentrl.recipe.memory_rules import memory_problems
 from megatron_agentrl.recipe.mla_rules import latent_packing_problems, latent_problems
@@ -83,6 +84,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "algorithm.importance_floor": (0.0, None),
     "algorithm.kl_coef": (0.0, None),
     "algorithm.entropy_coef": (0.0, None),
+    "algorithm.teacher_coef": (0.0, None),
     "train.steps": (1, None),
     "train.batch": (1, None),
     "train.micro_batch_tokens": (1, None),
@@ -130,6 +132,7 @@ POSITIVE = (
     "deadlines.start",
     "deadlines.stop",
     "deadlines.eval",
+    "deadlines.checkpoint",
 )
 
 
@@ -165,6 +168,8 @@ def problems(recipe: Recipe, mode: str = "train") -> Iterator[str]:
     yield from _machine_problems(recipe, mode)
     yield from _engine_problems(recipe, config)
     yield from _algorithm_problems(recipe)
+    if mode == "train":
+        yield from frozen_problems(recipe, config, _config_problems)
     yield from _length_problems(recipe)
     yield from _optimizer_problems(recipe.optimizer, "optimizer")
     if recipe.warm_start.steps:
@@ -376,7 +381,7 @@ def _engine_problems(recipe: Recipe, config: dict[str, Any] | None) -> Iterator[
 
 def _algorithm_problems(recipe: Recipe) -> Iterator[str]:
     algorithm = recipe.algorithm
-    if algorithm.group_size == 1:
+    if algorithm.group_size == 1 and algorithm.advantage is not Advantage.zero:
         needs = {
             Advantage.rloo: "rloo compares a trajectory with the others of its group",
             Advantage.grpo: "grpo divides by the standard deviation of the group",
@@ -456,7 +461,7 @@ def _data_problems(recipe: Recipe, mode: str) -> Iterator[str]:
         yield "data.train_remainder=true: has no effect without data.epochs; set data.epochs, or leave it out"
     if data.source is Source.jsonl:
         default = type(data)()
-        for leaf in ("task", "size", "eval_size"):
+        for leaf in ("task", "task_options", "size", "eval_size"):
             if (value := getattr(data, leaf)) != getattr(default, leaf):
                 yield f"data.{leaf}={value}: has no effect with data.source=jsonl; set data.source=reasoning_gym"
         if data.prompts is None:

@@ -30,14 +30,15 @@ from megatron_agentrl.observe.metrics import MetricsWriter
 from megatron_agentrl.recipe.schema import Dtype, Recipe
 from megatron_agentrl.trainer import canary, checkpoint
 from megatron_agentrl.trainer.batch import MicroBatch, rl_micro_batch, sft_micro_batch
+from megatron_agentrl.trainer.checkpoint_saver import Saver
 from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
 from megatron_agentrl.trainer.data_parallel import settle
+from megatron_agentrl.trainer.frozen import Frozen, frozen_policies
 from megatron_agentrl.trainer.losses import rl_loss, sft_loss
 from megatron_agentrl.trainer.micro_batches import empty
 from megatron_agentrl.trainer.optimizer import build, learning_rate
 from megatron_agentrl.trainer.precision import TORCH_DTYPE
-from megatron_agentrl.trainer.reference import Reference
-from megatron_agentrl.trainer.step import StepResult, forward_logprobs, train_step
+from megatron_agentrl.trainer.step import StepResult, train_step
 from megatron_agentrl.trainer.topology import Rank
 from megatron_agentrl.trainer.weights_io import iterate_hf, save_hf
 from megatron_agentrl.trajectory.spool import SpoolReader
@@ -157,7 +158,13 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
     """
     recipe = t.recipe
     optimizer = build(t.models, recipe.optimizer, recipe)
-    reference = _reference(t, resume_at)
+    saver = Saver(
+        t.checkpoints,
+        asynchronous=recipe.checkpoint.asynchronous,
+        keep=recipe.checkpoint.keep,
+        deadline=recipe.deadlines.checkpoint,
+    )
+    frozen = frozen_policies(recipe, t.models, t.hf_config, t.rank, t.checkpoints, resume=resume_at is not None)
     version = resume_at or 0
     folder = t.checkpoints / f"step_{version}"
     if t.rank.is_first:
@@ -165,7 +172,7 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
         assert t.coordinator is not None
         t.coordinator.resume(version, None if resume_at is None else str(folder))
     if resume_at is None:
-        save_checkpoint(t, optimizer, 0)  # what the warm start cost is not lost to a stop before the next checkpoint
+        save_checkpoint(t, saver, optimizer, 0)  # a stop before the next checkpoint does not lose the warm start
     else:
         checkpoint.load(folder, t.models, optimizer)
     publish_version(t, version)
@@ -179,7 +186,8 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
             break
         t1 = time.perf_counter()
         with t.events.span("train", step=version):
-            values = _rl_step(t, optimizer, plan, version, reference)
+            values = _rl_step(t, optimizer, plan, version, frozen)
+        _note_complete(t, saver.poll())
         if t.rank.is_first:
             t.coordinator.step_done(version, values)  # type: ignore[union-attr]
         t2 = time.perf_counter()
@@ -191,29 +199,17 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
             values["seconds"] = {"wait": t1 - t0, "train": t2 - t1, "publish": t3 - t2}
             t.metrics.log("train", version, values)
         if recipe.checkpoint.every and version % recipe.checkpoint.every == 0 and version < recipe.train.steps:
-            save_checkpoint(t, optimizer, version)
+            save_checkpoint(t, saver, optimizer, version)
         if recipe.eval.every and version % recipe.eval.every == 0 and version < recipe.train.steps:
             evaluate(t, "during", version)
-    save_checkpoint(t, optimizer, version)
+    save_checkpoint(t, saver, optimizer, version)
     evaluate(t, "after", version)
+    _note_complete(t, saver.wait())
     return version
 
 
-def _reference(t: Trainer, resume_at: int | None) -> Reference | None:
-    """The weights the reinforcement phase starts from, kept on disk so that a resumed run has the same ones."""
-    if t.recipe.algorithm.kl_coef == 0:
-        return None
-    folder = t.checkpoints / "reference"
-    settle(t.models)
-    if resume_at is None:
-        checkpoint.save_weights(folder, t.models)
-    else:
-        checkpoint.load_weights(folder, t.models)  # the policy's own weights follow from its checkpoint
-    return Reference(t.models)
-
-
 def _rl_step(
-    t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, reference: Reference | None
+    t: Trainer, optimizer: Any, plan: dict[str, Any], version: int, frozen: dict[str, Frozen]
 ) -> dict[str, Any]:
     recipe = t.recipe
     rewards = [list(map(float, g["rewards"])) for g in plan["groups"]]
@@ -231,13 +227,9 @@ def _rl_step(
         micro_batches.append(rl_micro_batch(rows, t.pad_id, version, recipe.staleness.eta))
     spool.close()
     temperature = recipe.sampling.temperature
-    if reference is not None:
-        settle(t.models)
-        with reference.active(t.models):
-            for batch, logprobs_BT in zip(
-                micro_batches, forward_logprobs(t.models, micro_batches, temperature), strict=True
-            ):
-                batch.columns["reference"] = logprobs_BT
+    for column, policy in frozen.items():
+        for batch, logprobs_BT in zip(micro_batches, policy.logprobs(micro_batches, temperature), strict=True):
+            batch.columns[column] = logprobs_BT
     result = train_step(
         t.models,
         optimizer,
@@ -363,15 +355,15 @@ def evaluate(t: Trainer, tag: str, version: int) -> None:
             "tokens_sampled": reply["tokens"],
             "seconds": time.perf_counter() - t0,
         }
-        # The agent's own metrics may not take the place of these.
-        own = {f"{name}_" if name in line else name: value for name, value in reply["metrics"].items()}
+        own = {name if name == "reward" else f"agent/{name}": value for name, value in reply["metrics"].items()}
         t.metrics.log("eval", version, line | own)
         return True
 
     from_rank0(run)
 
 
-def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
+def save_checkpoint(t: Trainer, saver: Saver, optimizer: Any, version: int) -> None:
+    """Saves version `version`; in the background, only until its content is fixed."""
     settle(t.models)
     with t.events.span("checkpoint", version=version):
         coordinator = t.coordinator
@@ -380,9 +372,13 @@ def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
             if coordinator is not None:
                 coordinator.checkpoint(version, str(folder))
 
-        checkpoint.save(t.checkpoints, t.models, optimizer, version, {"version": version}, before_complete=snapshot)
-        if t.rank.is_first:
-            checkpoint.prune(t.checkpoints, t.recipe.checkpoint.keep)
+        _note_complete(t, saver.wait())
+        _note_complete(t, saver.save(t.models, optimizer, version, {"version": version}, before_complete=snapshot))
+
+
+def _note_complete(t: Trainer, folder: Path | None) -> None:
+    if folder is not None:
+        t.events.point("checkpoint complete", folder=folder.name)
 
 
 def export(t: Trainer, folder: Path) -> None:

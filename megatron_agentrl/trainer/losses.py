@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_agentrl.algorithm.corrections import importance_weights
+from megatron_agentrl.algorithm.distillation import distillation_advantages
 from megatron_agentrl.algorithm.kl import Estimator, kl
 from megatron_agentrl.algorithm.losses import cross_entropy, ppo_clip
 from megatron_agentrl.recipe.schema import Algorithm, Proximal
@@ -23,19 +24,20 @@ LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str
 
 def rl_loss(algorithm: Algorithm) -> LossFunction:
     """Clipped policy-gradient loss of the recipe, plus kl_coef times the k3 KL to the reference policy, minus
-    entropy_coef times the policy's entropy.
+    entropy_coef times the policy's entropy. With teacher_coef > 0 each token's advantage gains that much of
+    `distillation_advantages`.
 
     Columns read: `mask`, `advantages`, `behaviour_logprobs`; `old` (the trainer's own logprobs at the start of the
     step) with `proximal=recomputed`, where its absence means that the present logprobs are those; `reference`
-    with kl_coef > 0; `entropy` (the step's own, differentiable) where it is there.
+    with kl_coef > 0, `teacher` with teacher_coef > 0; `entropy` (the step's own, differentiable) where it is there.
 
     Metrics: `tokens`, `logprob_gap` and `max/logprob_gap` (|trainer - engine|), `clipped`, `clamped`, `ratio`;
-    with `proximal=recomputed` also `importance_weight` and `importance_outside`; with kl_coef > 0 `kl`; with the
-    column `entropy`.
+    with `proximal=recomputed` also `importance_weight` and `importance_outside`; with kl_coef > 0 `kl`; with
+    teacher_coef > 0 `teacher_kl` (k1: may be negative); with the column `entropy`.
 
     Raises:
         ValueError: bounds of the recipe that exclude each other.
-        KeyError: kl_coef > 0 and no `reference` column, entropy_coef > 0 and no `entropy` (when the loss is called).
+        KeyError: a coefficient above 0 without its column `reference`, `teacher` or `entropy` (when the loss is called).
     """
     _check(algorithm)
 
@@ -58,10 +60,15 @@ def rl_loss(algorithm: Algorithm) -> LossFunction:
             )
             metrics["importance_weight"] = weights_BT.sum()
             metrics["importance_outside"] = outside_BT.sum()
+        advantages_BT = columns["advantages"]
+        if algorithm.teacher_coef > 0:
+            gain_BT = distillation_advantages(logprobs_BT, columns["teacher"], mask_BT)
+            advantages_BT = advantages_BT + algorithm.teacher_coef * gain_BT
+            metrics["teacher_kl"] = -gain_BT.sum()
         policy = ppo_clip(
             logprobs_BT,
             old_BT,
-            columns["advantages"],
+            advantages_BT,
             mask_BT,
             algorithm.clip_low,
             algorithm.clip_high,

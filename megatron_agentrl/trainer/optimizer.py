@@ -68,12 +68,7 @@ def wrap(models: list[Any], opt: Optimizer, recipe: Recipe | None = None) -> lis
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     wrapped = []
     for chunk, model in enumerate(models):
-        if config.bf16 or config.fp16:
-            kept = {n: p.detach().float() for n, p in model.named_parameters() if n.endswith(FLOAT32_PARAMETERS)}
-            model = Float16Module(config, model)
-            for name, parameter in model.module.named_parameters():
-                if name in kept:
-                    parameter.data = kept[name]
+        model = in_its_type(model)
         layout = None
         if ddp.use_distributed_optimizer:
             layout = _distrib.DistributedOptimizer.compute_full_param_layout(
@@ -88,6 +83,20 @@ def wrap(models: list[Any], opt: Optimizer, recipe: Recipe | None = None) -> lis
         )
     for chunk_model in wrapped:
         chunk_model.broadcast_params()
+    return wrapped
+
+
+def in_its_type(model: Any) -> Any:
+    """The model as it computes in its config's type: bare in fp32, else in megatron-core's wrapper for half types, with
+    FLOAT32_PARAMETERS as they were."""
+    config = get_model_config(model)
+    if not (config.bf16 or config.fp16):
+        return model
+    kept = {n: p.detach().float() for n, p in model.named_parameters() if n.endswith(FLOAT32_PARAMETERS)}
+    wrapped = Float16Module(config, model)
+    for name, parameter in wrapped.module.named_parameters():
+        if name in kept:
+            parameter.data = kept[name]
     return wrapped
 
 
@@ -175,17 +184,13 @@ def parts(optimizer: Any) -> list[Any]:
 
 
 def _complete(part: Any) -> None:
-    """Fill two gaps of megatron-core 0.19.2 that show when the optimizer's state is saved or loaded."""
+    """Fill a gap of megatron-core 0.19.2 that shows when the optimizer's state is saved or loaded."""
     if isinstance(part, _distrib.DistributedOptimizer):
         # A group's parameters stand with the float32 ones first; the index that checkpoints go by keeps the order of
         # the buffers. In a half-precision model with float32 parameters the state of one would be another's.
         for group, ranges in enumerate(part.opt_group_ranges):
             for position, parameter in enumerate(sorted(ranges["params"], key=lambda p: p.dtype != torch.float32)):
                 part.model_param_group_index_map[parameter] = (group, position)
-    if isinstance(part, _distrib.DistributedOptimizer) and not _distrib.HAVE_APEX_OR_TE:
-        # torch's Adam keeps a tensor "step" per parameter, which the loader then misses in the checkpoint.
-        original = part._set_main_param_and_optimizer_states
-        part._set_main_param_and_optimizer_states = lambda param, tensors: original(param, {"step": None, **tensors})
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_fakes import receipt
+from coordinator_fakes import prompts, receipt, recipe, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,6 +45,15 @@ def test_an_action_over_two_versions_has_a_staleness_per_token():
     assert plan.stats["staleness_max"] == 2
 
 
+def test_what_agents_report_is_averaged_over_the_runs_that_report_it():
+    members = [receipt("t000000", 0, {9: 2}, format=1.0, turns=3.0), receipt("t000000", 1, {9: 2}, format=0.0)]
+    plan = plan_batch([group(0, *members)], 9, eta=1, shape=Shape(1, 100))
+    assert {name: value for name, value in plan.stats.items() if name.startswith("agent/")} == {
+        "agent/format": 0.5,
+        "agent/turns": 3.0,
+    }
+
+
 @pytest.mark.parametrize(
     ("sampled", "step", "eta", "tokens"),
     [
@@ -84,6 +93,13 @@ def test_rows_of_equal_rewards_are_skipped_but_their_tokens_count():
     assert (plan.tokens, plan.skipped) == (16, 2)
     kept = plan_batch([flat, mixed], 0, 0, Shape(1, 100), keep_equal=True)
     assert (len(rows(kept)), kept.skipped) == (4, 0)
+
+
+@pytest.mark.parametrize("coefficient", ["kl_coef", "teacher_coef", "entropy_coef"])
+def test_what_gives_a_token_a_gradient_beside_its_reward_keeps_rows_of_equal_rewards(tmp_path, coefficient):
+    made = recipe()
+    setattr(made.algorithm, coefficient, 0.1)
+    assert start(tmp_path, made, prompts(2)).keep_equal
 
 
 def test_no_row_with_signal_still_gives_every_rank_a_micro_batch():

@@ -93,7 +93,7 @@ def test_an_override_is_typed_by_the_schema(recipes, override, key, value):
         ("train.steps=1_000", "whole number"),
         ("train.steps=1,2", "found 2 values"),
         ("train.steps=[1]", "whole number"),
-        ("algorithm.advantage=gpro", "one of rloo, grpo, mean; did you mean grpo?"),
+        ("algorithm.advantage=gpro", "one of rloo, grpo, mean, zero; did you mean grpo?"),
         ("model.path=${oc.env:HOME}", "interpolation is off"),
         ("run_name=${seed}", "interpolation is off"),
         ("model.path=a\nb", "control character"),

@@ -90,7 +90,7 @@ def test_numbers_out_of_range(folder, override, expected):
         (["rollout.max_batched_tokens=64"], "expected at least rollout.max_num_seqs = 128"),
         (["topology.world=4096"], "at most 4 trainer processes a core"),
         (["ports.host=192.0.2.1"], "cannot listen there"),
-        (["ports.gateway=41999", "ports.coordinator=41999"], "the same port as ports.coordinator"),
+        (["ports.gateway=21999", "ports.coordinator=21999"], "the same port as ports.coordinator"),
         (["run_root=train.jsonl/runs"], "train.jsonl is a file, expected a folder"),
         (["run_root=/proc/runs"], "/proc cannot be written"),
         (["run_root=" + "a" * 300], "cannot be reached (file name too long)"),

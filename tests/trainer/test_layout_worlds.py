@@ -24,11 +24,20 @@ MOE = qwen3_moe(
 )  # fmt: skip
 WORLDS = {
     "nemotron_h, 2 KV heads on 8": (NEMOTRON, Topology(world=8, tp=8, ep=2, etp=4)),
-    "nemotron_h, uneven stages": (NEMOTRON, Topology(world=6, tp=2, pp=3, ep=2, etp=1)),
-    "qwen3_moe, tied, virtual stages": (MOE, Topology(world=4, pp=2, vpp=2, ep=2)),
+    "nemotron_h, uneven stages": (
+        NEMOTRON,
+        Topology(world=6, tp=2, pp=3, ep=2, etp=1, first_stage_layers=2, last_stage_layers=3),
+    ),
+    "qwen3_moe, tied, virtual stages": (
+        MOE,
+        Topology(world=4, pp=2, vpp=2, ep=2, first_stage_layers=2, last_stage_layers=2),
+    ),
     "qwen3_moe, 12 experts on 12": (MOE, Topology(world=12, tp=2, ep=12, etp=1)),
     "qwen3, 2 KV heads on 4": (qwen3(num_hidden_layers=5), Topology(world=8, tp=4, pp=2)),
-    "llama, tied, 4 stages": (llama(tie_word_embeddings=True), Topology(world=4, pp=4)),
+    "llama, tied, 4 stages": (
+        llama(tie_word_embeddings=True),
+        Topology(world=4, pp=4, first_stage_layers=2, last_stage_layers=2),
+    ),
     "deepseek_v3, tp, pp, ep": (deepseek(), Topology(world=8, tp=2, pp=2, ep=2, etp=2)),
 }
 WORLDS_OF_64 = {

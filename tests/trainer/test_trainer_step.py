@@ -10,7 +10,6 @@ import trainer_toy as toy
 from megatron_agentrl.recipe.schema import Dtype, Optimizer, Schedule, Topology
 from megatron_agentrl.trainer import model, optimizer, topology
 from megatron_agentrl.trainer.optimizer import learning_rate
-from megatron_agentrl.trainer.reference import Reference
 from megatron_agentrl.trainer.step import NonFiniteGradient, forward_logprobs, train_step
 
 
@@ -120,22 +119,6 @@ def test_forward_logprobs_is_the_training_path_and_aligns_with_the_ids(rank):
     assert [tuple(lp.shape) for lp in ahead] == [(2, 9), (0, 0), (1, 5)]
     assert torch.equal(ahead[0], seen[0]) and torch.equal(ahead[2], seen[1])
     assert ahead[0][:, 0].tolist() == [0.0, 0.0] and ahead[0][1, 7:].tolist() == [0.0, 0.0]
-
-
-def test_reference_is_swapped_in_and_the_present_weights_return_bit_for_bit(rank):
-    chunks, opt = toy.build("nemotron", rank, toy.ADAM)
-    batches = [toy.rows(range(6))]
-    first = forward_logprobs(chunks, batches)[0]
-    reference = Reference(chunks)
-    for step in range(1, 4):
-        train_step(chunks, opt, batches, toy.negative_logprob, lr=1e-2, tokens=38.0, step=step)
-    present = {k: v.clone() for k, v in chunks[0].module.state_dict().items() if torch.is_tensor(v)}
-    with reference.active(chunks):
-        assert torch.equal(forward_logprobs(chunks, batches)[0], first)
-    with pytest.raises(RuntimeError, match="inside"), reference.active(chunks):
-        raise RuntimeError("inside")
-    after = chunks[0].module.state_dict()
-    assert all(torch.equal(value, after[key]) for key, value in present.items())
 
 
 def test_clip_scales_the_step_and_reports_the_norm_before_it(rank):
