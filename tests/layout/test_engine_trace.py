@@ -44,7 +44,7 @@ SLOW = {
     "nemotron, tp 4": (nemotron(), {"tp": 4}, None),
     "nemotron, tp and pp": (nemotron(), {"tp": 2, "pp": 2}, None),
     "nemotron, 3 stages": (nemotron(), {"pp": 3}, None),
-    "nemotron, stages by hand": (nemotron(), {"pp": 3, "layers": [1, 4, 3]}, None),
+    "nemotron, stages by hand": (nemotron(), {"pp": 3, "layers": [3, 4, 1]}, None),
     "nemotron, tp, dp, experts whole": (nemotron(), {"tp": 2, "dp": 2, "expert_parallel": True}, None),
     "nemotron, tp, dp": (nemotron(), {"tp": 2, "dp": 2}, None),
     "nemotron with latent experts": (LATENT, {"tp": 4, "expert_parallel": True}, None),

@@ -33,6 +33,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import config as moe_config
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe_method
 from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.model_executor.models import utils as model_utils
 from vllm.model_executor.parameter import RowvLLMParameter
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -89,6 +90,7 @@ def simulated(config: VllmConfig, topology: EngineTopology, rank: int) -> Iterat
     finally:
         for name in GROUPS:
             setattr(parallel_state, name, None)
+        model_utils._model_to_pp_missing_layer_names.clear()  # by id(), which the next model may get again
         dist.destroy_process_group()
 
 
