@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_agentrl.convert.tiny import CONFIGS, make_tiny
+from megatron_agentrl.convert.tiny import make_tiny
 from megatron_agentrl.cpu import megatron
 
 megatron.install()  # before anything imports megatron-core
-
-ARCHITECTURES = tuple(CONFIGS)
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "trainer")]
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from conftest import ARCHITECTURES
+from convert_tools import ARCHITECTURES, assert_same, tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from megatron_agentrl.convert import cli
 from megatron_agentrl.convert.dist_folder import DistReader
@@ -18,24 +18,6 @@ from megatron_agentrl.convert.tiny import make_tiny
 from megatron_agentrl.convert.to_hf import megatron_to_hf
 from megatron_agentrl.convert.to_megatron import Cut, hf_to_megatron
 from megatron_agentrl.layout.boxes import LayoutError
-
-
-def tensors(folder):
-    """Every tensor of a folder, as the safetensors library reads it."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        part = load_file(path)
-        assert not found.keys() & part.keys()
-        found |= part
-    return found
-
-
-def assert_same(left, right):
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert tensor.dtype == right[name].dtype, name
-        assert torch.equal(tensor.view(torch.uint8), right[name].view(torch.uint8)), name
-
 
 #: (architecture, cut): uneven and virtual stages, two key/value heads with TP 8, EP with ETP, worlds up to 64.
 CUTS = [
@@ -62,7 +44,7 @@ def test_a_model_comes_back_bit_equal_from_every_cut(tiny, tmp_path, name, cut):
     assert_same(tensors(source), tensors(tmp_path / "hf"))
     hf_to_megatron(tmp_path / "hf", tmp_path / "b", mtp=bool(has_heads), quiet=True)
     assert any(key.startswith("mtp.") for key in DistReader(tmp_path / "b").tensors) == bool(has_heads)
-    megatron_to_hf(tmp_path / "b", tmp_path / "back", shard_bytes=300_000, quiet=True)
+    megatron_to_hf(tmp_path / "b", tmp_path / "back", shard_bytes=150_000, quiet=True)
     assert_same(tensors(source), tensors(tmp_path / "back"))
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(source).values())
@@ -73,8 +55,10 @@ def test_a_model_comes_back_bit_equal_from_every_cut(tiny, tmp_path, name, cut):
     tp=st.sampled_from([1, 2, 3, 4, 6, 8]), pp=st.integers(1, 4), vpp=st.integers(1, 2), ep=st.sampled_from([1, 2, 3, 5, 12]),
     etp=st.sampled_from([None, 1, 2, 4]), name=st.sampled_from(["nemotron_h", "qwen3_moe"]),
 )  # fmt: skip
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-def test_any_legal_topology_round_trips_and_any_other_leaves_nothing(tiny, tmp_path_factory, tp, pp, vpp, ep, etp, name):
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+def test_any_legal_topology_round_trips_and_any_other_leaves_nothing(
+    tiny, tmp_path_factory, tp, pp, vpp, ep, etp, name
+):
     folder = tmp_path_factory.mktemp("any")
     try:
         hf_to_megatron(tiny(name), folder / "m", Cut(tp, pp, vpp, ep, etp), quiet=True, workers=1)
@@ -87,7 +71,11 @@ def test_any_legal_topology_round_trips_and_any_other_leaves_nothing(tiny, tmp_p
 
 def test_all_that_is_no_tensor_comes_back_byte_for_byte(copy_of, tmp_path):
     source = copy_of("deepseek_v3")
-    text = (source / "config.json").read_text().replace('"use_cache": true', '"use_cache":   true,\n "of_our_own": [1.50, null]')
+    text = (
+        (source / "config.json")
+        .read_text()
+        .replace('"use_cache": true', '"use_cache":   true,\n "of_our_own": [1.50, null]')
+    )
     (source / "config.json").write_text(text)
     (source / "added_tokens.json").write_text('{"<new>":  260}')
     (source / "additional_chat_templates").mkdir()
