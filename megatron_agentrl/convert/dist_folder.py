@@ -132,7 +132,10 @@ class DistReader:
             try:
                 tensor = torch.load(view, map_location="cpu", weights_only=True)
             except Exception as error:  # whatever a damaged archive makes of itself
-                raise ConvertError(f"{self.folder / chunk.file}: the record of {key} is damaged: {error}") from error
+                raise ConvertError(
+                    f"{self.folder / chunk.file}: the record of {key} is damaged, or holds more than a tensor "
+                    f"({type(error).__name__}: {str(error).split('. ')[0].splitlines()[0][:200]}); copy the checkpoint again"
+                ) from error
         expected = self.tensors[key].dtype
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.sizes or tensor.dtype != expected:
             found = (
