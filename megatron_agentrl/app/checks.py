@@ -145,20 +145,16 @@ def _check_data(recipe: Recipe, mode: str) -> list[str]:
         lines.append(f"warm start: {len(demonstrations):,} demonstrations, {recipe.warm_start.steps} steps")
     if mode in ("train", "eval"):
         if recipe.data.source is Source.reasoning_gym:
-            _check_task(recipe.data.task or "")
+            # Imported here: a run over JSONL needs none of the package. Drawing the questions can take minutes and is the
+            # coordinator's.
+            from megatron_agentrl.data.reasoning_gym import check_task
+
+            check_task(recipe.data.task or "", recipe.data.task_options)
             lines.append(f"prompts: {recipe.data.size:,} of {recipe.data.task}, {recipe.data.eval_size:,} held out")
         else:
             prompts = load_prompts(recipe)
             lines.append(f"prompts: {len(prompts.train):,} to train on, {len(prompts.held_out):,} held out")
     return lines
-
-
-def _check_task(task: str) -> None:
-    """The name alone: drawing a task's questions can take minutes and is the coordinator's."""
-    from reasoning_gym.factory import DATASETS
-
-    if task not in DATASETS:
-        raise RecipeError(f"data.task={task}: no such reasoning-gym task; {did_you_mean(task, DATASETS)}")
 
 
 def _summary(recipe: Recipe, config: dict, mode: str, data: list[str]) -> list[str]:

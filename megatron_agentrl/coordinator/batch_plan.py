@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from megatron_agentrl.coordinator.rows import metric_means
 from megatron_agentrl.data.packing import Multiples, first_fit
 from megatron_agentrl.trajectory.types import Receipt
 
@@ -55,7 +56,8 @@ class Plan(msgspec.Struct):
     skipped: int
     """Rows left out because they add exactly nothing."""
     stats: dict[str, float] = msgspec.field(default_factory=dict)
-    """Numbers for the step's metrics: staleness, masked tokens, what is trained against what was admitted."""
+    """Numbers for the step's metrics: staleness, masked tokens, what is trained against what was admitted, and the
+    means of what the agents reported (`agent/NAME`)."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,7 @@ def _stats(receipts: Sequence[Receipt], rows: Sequence[Row], step: int, eta: int
         "trained_tokens_mean": tokens / len(receipts) if receipts else 0.0,
         "reward_mean": sum(_reward(receipt) for receipt in receipts) / len(receipts) if receipts else 0.0,
         "rows": float(len(rows)),
+        **{f"agent/{name}": mean for name, mean in metric_means(receipts).items()},
     }
 
 

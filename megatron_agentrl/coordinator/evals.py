@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_agentrl.coordinator.rows import Group
+from megatron_agentrl.coordinator.rows import Group, metric_means
 
 #: Reward from which a trajectory counts as a success; rewards that are sums of parts may miss 1.0 by rounding.
 SUCCESS = 1.0 - 1e-6
@@ -17,11 +17,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, Any]:
     with failures, a `message` with how many and the first of them."""
     receipts = [receipt for group in groups for receipt in group.receipts]
     rewards = [receipt.reward for receipt in receipts if receipt.reward is not None]
-    values: dict[str, list[float]] = {"reward": rewards} if rewards else {}
-    for receipt in receipts:
-        for name, value in receipt.metrics.items():
-            if name != "reward":
-                values.setdefault(name, []).append(value)
+    reward = {"reward": sum(rewards) / len(rewards)} if rewards else {}
     failed = [sample for group in groups for sample in group.samples if sample.state == "failed"]
     message = ""
     if failed:
@@ -35,7 +31,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, Any]:
         "finished": len(rewards),
         "failed": len(failed),
         "success": sum(reward >= SUCCESS for reward in rewards) / len(rewards) if rewards else None,
-        "metrics": {name: sum(found) / len(found) for name, found in values.items()},
+        "metrics": metric_means(receipts) | reward,
         "tokens": sum(sum(receipt.sampled.values()) for receipt in receipts),
         "message": message,
     }

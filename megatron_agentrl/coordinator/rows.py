@@ -10,6 +10,7 @@ sample  queued ─► asked ─► done                            (given back: 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -103,3 +104,12 @@ class Balance(NamedTuple):
 def task_name(position: int, round: int) -> str:
     """Task id of a stream position: `t000012`, and `t000012.1` when it is asked anew after a stale drop."""
     return f"t{position:06d}" + (f".{round}" if round else "")
+
+
+def metric_means(receipts: Iterable[Receipt]) -> dict[str, float]:
+    """Mean of each number that agents reported, over the runs that report it."""
+    values: dict[str, list[float]] = {}
+    for receipt in receipts:
+        for name, value in receipt.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}

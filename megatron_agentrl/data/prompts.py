@@ -29,7 +29,7 @@ def load_prompts(recipe: Recipe) -> PromptSets:
 
         if data.task is None:
             raise RecipeError("data.source=reasoning_gym needs data.task, e.g. data.task=chain_sum")
-        return draw(data.task, data.size, data.eval_size, recipe.seed)
+        return draw(data.task, data.size, data.eval_size, recipe.seed, data.task_options)
     if data.prompts is None:
         raise RecipeError("data.source=jsonl needs data.prompts, the path of a JSONL file")
     train = read_prompts(data.prompts)

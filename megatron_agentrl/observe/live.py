@@ -182,7 +182,9 @@ class LiveView:
                 + (f", about {clock(left)} left" if left else "")
             )
         if line["kind"] == "eval":
-            return f"held-out ({line.get('tag')}, version {line['step']}): success {_success(line)} of {line['size']}"
+            said = f"held-out ({line.get('tag')}, version {line['step']}): success {_success(line)} of {line['size']}"
+            own = {name.removeprefix("agent/"): value for name, value in line.items() if name.startswith("agent/")}
+            return "; ".join([said, *(f"{name} {value:.3f}" for name, value in sorted(own.items()))])
         return None
 
     def _print(self, text: str) -> None:

@@ -46,7 +46,7 @@ def summarize(run_dir: str | Path, staleness_bound: int) -> dict[str, Any]:
     return {
         "success_before": before.get("success"),
         "success_after": after.get("success"),
-        "success_through_tool_after": after.get("success_through_tool", after.get("through_tool")),
+        "success_through_tool_after": after.get("agent/through_tool"),
         "steps": max((line["step"] for line in train), default=0),
         "staleness_bound": staleness_bound,
         "staleness_max": max((line["staleness_max"] for line in train), default=None),

@@ -38,7 +38,7 @@ RESUMABLE = (
 )
 
 #: Leaves that belong to one prompt source. An override of `data.source` drops those of the recipe file.
-SOURCE_LEAVES = ("data.prompts", "data.eval", "data.task", "data.size", "data.eval_size")
+SOURCE_LEAVES = ("data.prompts", "data.eval", "data.task", "data.task_options", "data.size", "data.eval_size")
 
 
 def load(overrides: Iterable[str], recipes_dir: str | Path, *, needs_file: bool = True) -> Recipe:

@@ -302,6 +302,8 @@ class Data:
     """Held-out prompts, same format. A training prompt that also stands here is refused."""
     task: str | None = None
     """reasoning-gym task name when `source=reasoning_gym`, e.g. chain_sum."""
+    task_options: str | None = None
+    """The task's own settings, e.g. min_terms=2,max_terms=2 for chain_sum; null leaves its defaults."""
     size: int = 4096
     """Training prompts to draw when `source=reasoning_gym`."""
     eval_size: int = 256
@@ -453,6 +455,9 @@ class Checkpoint:
     """Steps between checkpoints (one is always written at the end); 0 writes only that one."""
     keep: int = 2
     """Newest checkpoints to keep."""
+    asynchronous: bool = False
+    """Write checkpoints in the background of the next steps: training stops while the state is copied to the host, no
+    longer. The copy takes host memory until it is written."""
 
 
 @dataclass
@@ -477,6 +482,8 @@ class Deadlines:
     """Seconds a process may take to stop before it is killed."""
     eval: float = 300.0
     """Seconds one held-out evaluation may take."""
+    checkpoint: float = 1800.0
+    """Seconds that a checkpoint written in the background may take before the run ends, naming the ranks that are late."""
 
 
 @dataclass

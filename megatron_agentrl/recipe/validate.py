@@ -130,6 +130,7 @@ POSITIVE = (
     "deadlines.start",
     "deadlines.stop",
     "deadlines.eval",
+    "deadlines.checkpoint",
 )
 
 
@@ -456,7 +457,7 @@ def _data_problems(recipe: Recipe, mode: str) -> Iterator[str]:
         yield "data.train_remainder=true: has no effect without data.epochs; set data.epochs, or leave it out"
     if data.source is Source.jsonl:
         default = type(data)()
-        for leaf in ("task", "size", "eval_size"):
+        for leaf in ("task", "task_options", "size", "eval_size"):
             if (value := getattr(data, leaf)) != getattr(default, leaf):
                 yield f"data.{leaf}={value}: has no effect with data.source=jsonl; set data.source=reasoning_gym"
         if data.prompts is None:

@@ -1,6 +1,6 @@
 """Distributed checkpoints that are either complete or not there.
 
-`save` writes `step_N.tmp`, then a mark that lists every file with its size, then renames to `step_N`; a
+`save` (or `start`, `Started.write`, `finish`, its three parts) writes `step_N.tmp`, then a mark that lists every file with its size, then renames to `step_N`; a
 process killed at any moment leaves a folder that `newest` and `load` refuse. Weights and optimizer state are
 megatron-core's `torch_dist` format under Transformer Engine's key names, per parameter, so that another
 parallel layout can load them. Schedules and anything else of the run travel in `extra` (JSON).
@@ -18,7 +18,9 @@ import queue
 import random
 import re
 import shutil
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,15 +28,17 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer import distrib_optimizer as _distrib
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
-from megatron_agentrl.trainer import loss_scale, whole_optimizer
-from megatron_agentrl.trainer.checkpoint_match import check_same_model
+from megatron_agentrl.trainer import loss_scale, optimizer_state
+from megatron_agentrl.trainer.checkpoint_match import check_same_model, has_other_type
 from megatron_agentrl.trainer.optimizer import parts
 
 FORMAT = 1
@@ -54,6 +58,95 @@ class Newest(NamedTuple):
     skipped: list[str]
 
 
+@dataclass
+class Started:
+    """A checkpoint whose content is fixed and planned, but not on disk: `write` it, then `finish` it."""
+
+    tmp: Path
+    final: Path
+    facts: dict[str, Any]
+    request: AsyncRequest
+
+    def write(self) -> None:
+        """Put this rank's tensors on disk. Not collective, touches neither model nor device: any thread may run it.
+
+        A failure is raised by `finish`, on every rank.
+        """
+        if self.request.async_fn is None:
+            return  # a rank may have nothing to write
+        # megatron-core's own function for all files keeps the reason of a failure to itself (an assertion on its type),
+        # and where any file but the last failed, raises it here, on this rank alone.
+        transforms, cloud = self.request.async_fn.args
+        _, buckets, results = self.request.async_fn_args
+        outcomes: list[Any] = [None] * len(buckets)
+
+        def one(at: int) -> None:
+            _, outcomes[at] = filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                transforms, at, buckets[at], None, None, use_fsync=True, use_msc=cloud
+            )
+
+        threads = [threading.Thread(target=one, args=(at,), daemon=True) for at in range(1, len(buckets))]
+        for thread in threads:
+            thread.start()
+        one(0)
+        for thread in threads:
+            thread.join()
+        failed = [outcome for outcome in outcomes if not isinstance(outcome, list)]
+        results.put(failed[0] if failed else dict(enumerate(outcomes)))
+
+
+def start(
+    folder: Path,
+    models: list[Any],
+    optimizer: Any,
+    step: int,
+    extra: dict[str, Any],
+    before_complete: Callable[[Path], None] | None = None,
+    copy: bool = False,
+) -> Started:
+    """Fix the content of `folder/step_{step}`. Collective; arguments as for `save`.
+
+    Args:
+        copy: copy on the host also what is there already, so that training may go on before the checkpoint is written.
+    """
+    folder = Path(folder)
+    final, tmp = folder / f"step_{step}", folder / f"step_{step}.tmp"
+    text = json.dumps(extra, indent=1)  # refused before anything is written
+    if dist.get_rank() == 0:
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir(parents=True)
+    dist.barrier()
+    weights = _model_state(models)
+    state = dict(weights)
+    if optimizer_state.has_moments(optimizer):
+        state["optimizer"] = optimizer_state.to_save(optimizer, models, weights, copy)
+    if copy:
+        _copy_host_tensors(weights)
+    state["rng"] = _rng_object(_rng_state())
+    request = _request(state, tmp)
+    facts: dict[str, Any] = {"step": step, "layout": _layout(), "optimizer_step": _adam_step(optimizer)}
+    facts["loss_scale"] = loss_scale.state(parts(optimizer))
+    if dist.get_rank() == 0:
+        (tmp / "extra.json").write_text(text)
+        if before_complete is not None:
+            before_complete(tmp)
+    return Started(tmp, final, facts, request)
+
+
+def finish(started: Started) -> Path:
+    """Declare a written checkpoint complete; returns its final folder. Collective.
+
+    Raises:
+        CheckpointException: on every rank, where a rank failed to write.
+    """
+    for finalize in started.request.finalize_fns:
+        finalize()
+    if dist.get_rank() == 0:
+        _complete(started.tmp, started.final, started.facts)
+    dist.barrier()
+    return started.final
+
+
 def save(
     folder: Path,
     models: list[Any],
@@ -71,38 +164,18 @@ def save(
             complete: whatever it adds there (a ledger's snapshot) is part of the checkpoint.
 
     Returns the final folder. An existing `step_{step}` is replaced.
-
-    Raises:
-        ValueError: before anything is written, for optimizer state that megatron-core would save displaced.
     """
-    _refuse_several_buckets(models)
-    folder = Path(folder)
-    final, tmp = folder / f"step_{step}", folder / f"step_{step}.tmp"
-    text = json.dumps(extra, indent=1)  # refused before anything is written
-    if dist.get_rank() == 0:
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
-    dist.barrier()
-    _fill_state(optimizer)
-    state = _model_state(models)
-    state["optimizer"] = _optimizer_state(optimizer, models, state, loading=False)
-    state["rng"] = _rng_object(_rng_state())
-    _write(state, tmp)
-    if dist.get_rank() == 0:
-        (tmp / "extra.json").write_text(text)
-        if before_complete is not None:
-            before_complete(tmp)
-        facts = {"optimizer_step": _adam_step(optimizer), "loss_scale": loss_scale.state(parts(optimizer))}
-        _complete(tmp, final, {"step": step, **facts})
-    dist.barrier()
-    return final
+    started = start(folder, models, optimizer, step, extra, before_complete)
+    started.write()
+    return finish(started)
 
 
 def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
     """Read a complete checkpoint into the model and the optimizer; returns `extra`. Collective.
 
-    The parallel layout may differ from the one that wrote it. The random state is restored when the world
-    has the same size, and left as `topology.init` seeded it otherwise.
+    The parallel layout and model.dtype may differ from those that wrote it: weights of another type are made from the
+    float32 ones in the optimizer's state, where it has any. The random state is restored when it is the same, and
+    left as `topology.init` seeded it otherwise: which ranks draw alike depends on the layout, not on their number.
 
     Raises:
         IncompleteCheckpoint: the folder was never completed, or a file of it is missing or truncated.
@@ -112,21 +185,23 @@ def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
     mark = check(folder)
     state = _model_state(models)
     check_same_model(folder, state)
-    _fill_state(optimizer)
-    state["optimizer"] = _optimizer_state(optimizer, models, state, loading=True)
-    same_world = mark["world"] == dist.get_world_size()
-    if same_world:
+    other_type = has_other_type(folder, state)
+    has_moments = optimizer_state.has_moments(optimizer)
+    if has_moments:
+        _fill_state(optimizer)
+        state["optimizer"] = optimizer_state.to_load(optimizer, models, state)
+    same_layout = mark.get("layout") == _layout()
+    if same_layout:
         state["rng"] = _rng_object(None)
     loaded = dist_checkpointing.load(state, str(folder))
     _put_model(models, loaded)
-    if loaded.get("optimizer"):
-        if _is_whole(optimizer):
-            whole_optimizer.put(_inner(optimizer), models, loaded["optimizer"])
-        else:
-            optimizer.load_state_dict(loaded["optimizer"])
+    if has_moments:
+        optimizer_state.put(optimizer, models, loaded["optimizer"])
+        if other_type:
+            optimizer_state.give_model_its_weights(optimizer, models)
         _set_adam_step(optimizer, mark["optimizer_step"])
         loss_scale.restore(parts(optimizer), mark.get("loss_scale"))
-    if same_world:
+    if same_layout:
         _put_rng(loaded["rng"])
     return json.loads((folder / "extra.json").read_text())
 
@@ -139,11 +214,9 @@ def save_weights(folder: Path, models: list[Any]) -> Path:
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
     dist.barrier()
-    _write(_model_state(models), tmp)
-    if dist.get_rank() == 0:
-        _complete(tmp, folder, {"step": 0, "optimizer_step": 0})
-    dist.barrier()
-    return folder
+    started = Started(tmp, folder, {"step": 0, "optimizer_step": 0}, _request(_model_state(models), tmp))
+    started.write()
+    return finish(started)
 
 
 def load_weights(folder: Path, models: list[Any]) -> None:
@@ -265,22 +338,30 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _write(state: dict[str, Any], folder: Path) -> None:
-    # megatron-core collects the writers' results through a manager process, for its asynchronous saves; started
-    # by "spawn", that imports the program's main module again and stays alive. Writers of a synchronous save
-    # are threads of this process, for which a plain queue is enough.
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
-    torch_strategy._logged_mcore_async_deprecation = True  # a warning about asynchronous saves, which this is not
-    dist_checkpointing.save(state, str(folder))
+def _copy_host_tensors(state: dict[str, Any]) -> None:
+    """Part the state from what training changes. Tensors on a device are copied by the request itself."""
+    for entry in nested_values(state):
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data.device.type == "cpu":
+            entry.data = entry.data.detach().clone()
+
+
+def _request(state: dict[str, Any], folder: Path) -> AsyncRequest:
+    """megatron-core's plan of who writes what, with this rank's tensors on the host. Collective."""
+    # It collects the writers' results through a manager process by default; started by "spawn", that imports the
+    # program's main module again and stays alive. Writers are threads here, for which a plain queue is enough.
+    filesystem_async._results_queue = queue.Queue()
+    torch_strategy._logged_mcore_async_deprecation = True  # it advises a package that writes by processes
+    request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
+    if request.preload_fn is not None:
+        rank, _, results = request.async_fn_args
+        request = request._replace(async_fn_args=(rank, request.preload_fn(), results), preload_fn=None)
+    return request
 
 
 def _metadata() -> dict[str, Any]:
     return {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
     }
 
 
@@ -305,56 +386,22 @@ def _put_model(models: list[Any], loaded: dict[str, Any]) -> None:
             raise IncompleteCheckpoint(f"model chunk {index}: missing {missing}, unexpected {list(unexpected)}")
 
 
-def _refuse_several_buckets(models: list[Any]) -> None:
-    """megatron-core 0.19.2 gathers a sharded state without the padding between buckets but cuts it as if it were there:
-    with more than one bucket, float32 weights and moments would be saved under other parameters' elements."""
-    for chunk in models:
-        most = max((len(b.buckets) for b in chunk.buffers + chunk.expert_parallel_buffers), default=1)
-        if chunk.ddp_config.use_distributed_optimizer and most > 1:
-            raise ValueError(
-                f"the gradients of a model chunk travel in {most} buckets, whose sharded optimizer state cannot be saved "
-                "exactly yet; set topology.overlap_grad_reduce=false, or a topology.bucket_size that holds all of them"
-            )
-
-
-def _is_whole(optimizer: Any) -> bool:
-    """Whether this is an Adam whose state is not sharded over data-parallel ranks."""
-    inner = _inner(optimizer)
-    sharded = any(isinstance(part, _distrib.DistributedOptimizer) for part in parts(optimizer))
-    return not sharded and bool(inner) and not isinstance(inner[0], torch.optim.SGD)
-
-
-def _optimizer_state(optimizer: Any, models: list[Any], model_state: dict[str, Any], loading: bool) -> dict[Any, Any]:
-    """Sharded moments and float32 weights by parameter; everything else stays local to this process."""
-    if _is_whole(optimizer):
-        return whole_optimizer.sharded_state(_inner(optimizer), models, model_state)
-    if not any(isinstance(part, _distrib.DistributedOptimizer) for part in parts(optimizer)):
-        return {}  # plain SGD on float32 weights keeps no state
-    whole = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_metadata())
-    chained = [whole] if len(parts(optimizer)) == 1 else list(whole.values())
-    for state in chained:
-        for name in list(state):
-            if name != "param_state":
-                state[name] = LocalNonpersistentObject(state[name])
-    return whole
-
-
 def _inner(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [part.optimizer for part in parts(optimizer) if getattr(part, "optimizer", None) is not None]
 
 
 def _fill_state(optimizer: Any) -> None:
-    """Give torch's Adam the state it has before its first step; megatron-core expects it to be there."""
-    if _distrib.HAVE_APEX_OR_TE:
-        return
-    for inner in _inner(optimizer):
-        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+    """Give Adam, before its first step, room for the state that is about to be loaded."""
+    for part in parts(optimizer):
+        if _distrib.HAVE_APEX_OR_TE and isinstance(part, _distrib.DistributedOptimizer):
+            part.load_state_dict(part.state_dict())  # megatron-core's own way to allocate it
             continue
-        for group in inner.param_groups:
+        for group in part.optimizer.param_groups if part.optimizer is not None else []:
             for parameter in group["params"]:
-                state = inner.state[parameter]
+                state = part.optimizer.state[parameter]
                 if not state:
-                    state["step"] = torch.zeros(())
+                    if not _distrib.HAVE_APEX_OR_TE:
+                        state["step"] = torch.zeros(())
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
 
@@ -363,26 +410,40 @@ def _adam_step(optimizer: Any) -> int:
     """How many steps Adam has taken: per parameter in torch, per group in Transformer Engine and apex."""
     steps = {int(s["step"]) for inner in _inner(optimizer) for s in inner.state.values() if "step" in s}
     if not steps:
-        # Only then: a load leaves a "step" in torch's groups too, which its Adam never counts on.
-        steps = {int(group["step"]) for inner in _inner(optimizer) for group in inner.param_groups if "step" in group}
+        steps = {
+            int(group["step"])
+            for inner in _inner(optimizer)
+            for group in inner.param_groups
+            if group["params"] and "step" in group
+        }
     if len(steps) > 1:
         raise RuntimeError(f"parameters disagree on the optimizer's step: {sorted(steps)}")
     return steps.pop() if steps else 0
 
 
 def _set_adam_step(optimizer: Any, step: int) -> None:
-    """Set the step count, in a tensor of its own per parameter.
-
-    megatron-core 0.19.2 gives all parameters one shared tensor after a load; torch then raises the count once
-    per parameter and step, and the bias correction is silently wrong from there on.
-    """
+    """Set the step count: a tensor of its own per parameter in torch; in Transformer Engine and apex a number of each
+    group that has parameters, which is not there before the first step (and without it they would count from 1)."""
     for inner in _inner(optimizer):
         for group in inner.param_groups:
-            if "step" in group:
+            if "step" in group or (_distrib.HAVE_APEX_OR_TE and group["params"] and step):
                 group["step"] = step
         for state in inner.state.values():
             if "step" in state:
                 state["step"] = torch.full_like(state["step"], float(step))
+
+
+def _layout() -> dict[str, int]:
+    """The sizes that decide which rank draws which random numbers."""
+    ps = parallel_state
+    return {
+        "world": dist.get_world_size(),
+        "tp": ps.get_tensor_model_parallel_world_size(),
+        "pp": ps.get_pipeline_model_parallel_world_size(),
+        "cp": ps.get_context_parallel_world_size(),
+        "ep": ps.get_expert_model_parallel_world_size(),
+        "etp": ps.get_expert_tensor_parallel_world_size(),
+    }
 
 
 def _rng_state() -> dict[str, Any]:

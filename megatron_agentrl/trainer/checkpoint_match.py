@@ -41,7 +41,7 @@ def check_same_model(folder: Path, state: dict[str, Any]) -> None:
         for key, tensor in load_tensors_metadata(str(folder)).items()
         if not key.startswith(OPTIMIZER)
     }
-    own = {tensor.key: tuple(tensor.global_shape) for tensor in _tensors(state)}
+    own = {tensor.key: tuple(tensor.global_shape) for tensor in tensors(state)}
     found = [f"it has no {key} {shape}" for key, shape in own.items() if key not in stored]
     found += [
         f"its {key} has shape {stored[key]}, the model's {shape}"
@@ -56,11 +56,17 @@ def check_same_model(folder: Path, state: dict[str, Any]) -> None:
         )
 
 
-def _tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
+def has_other_type(folder: Path, state: dict[str, Any]) -> bool:
+    """Whether a tensor of the model stands in the checkpoint in another type (model.dtype was changed in between)."""
+    stored = load_tensors_metadata(str(folder))
+    return any(stored[tensor.key].dtype != tensor.dtype for tensor in tensors(state))
+
+
+def tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
     """Every tensor of a sharded state dict; what is saved in parts under keys of its own is built into them."""
     for value in nested_values(state):
         if isinstance(value, ShardedTensorFactory):
-            yield from _tensors({"built": value.build()})
+            yield from tensors({"built": value.build()})
         elif isinstance(value, ShardedTensor):
             yield value
 

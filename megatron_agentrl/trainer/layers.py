@@ -8,7 +8,7 @@ the router that leaves padding out of the expert-bias counts. No model configura
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -210,6 +210,34 @@ def local_stack_spec(mixer: dict[str, Any]) -> ModuleSpec:
     )
 
 
+def _transformer_engine_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
+    """megatron-core's tree with this mixer, router, latent attention, prediction heads, and q and k norms as configured."""
+    stack = te_stack_spec.submodules
+    mamba, attention, latent, experts = stack.mamba_layer, stack.attention_layer, stack.mla_layer, stack.moe_layer
+
+    def within(layer: ModuleSpec, **changed: Any) -> ModuleSpec:
+        return replace(layer, submodules=replace(layer.submodules, **changed))
+
+    mamba = within(mamba, mixer=replace(mamba.submodules.mixer, params=mixer))
+    if config.qk_layernorm:
+        inner = within(attention.submodules.self_attention, q_layernorm=TENorm, k_layernorm=TENorm)
+        attention = within(attention, self_attention=inner)
+    build = experts.submodules.mlp
+    router = partial(build.func, submodules=replace(build.keywords["submodules"], router=Router))
+    experts = within(experts, mlp=router)
+    up = TELayerNormColumnParallelLinear
+    inner = within(latent.submodules.self_attention, linear_q_up_proj=up, linear_kv_up_proj=up)
+    latent = within(latent, self_attention=replace(inner, module=LatentSelfAttention))
+    return within(
+        te_stack_spec,
+        mamba_layer=mamba,
+        attention_layer=attention,
+        mla_layer=latent,
+        moe_layer=experts,
+        mtp_block_spec=_prediction_heads(TENorm, TEColumnParallelLinear),
+    )
+
+
 def stack_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
     """The specification for this machine: megatron-core's own where Transformer Engine is present.
 
@@ -217,20 +245,7 @@ def stack_spec(config: TransformerConfig, mixer: dict[str, Any]) -> ModuleSpec:
         ValueError: the configuration needs Transformer Engine, which is absent.
     """
     if HAVE_TE:
-        spec = copy.deepcopy(te_stack_spec)
-        spec.submodules.mamba_layer.submodules.mixer.params = mixer
-        experts = spec.submodules.moe_layer.submodules
-        found = experts.mlp.keywords["submodules"]
-        experts.mlp = partial(
-            experts.mlp.func,
-            submodules=MoESubmodules(experts=found.experts, shared_experts=found.shared_experts, router=Router),
-        )
-        attention = spec.submodules.mla_layer.submodules.self_attention
-        attention.module = LatentSelfAttention
-        attention.submodules.linear_q_up_proj = TELayerNormColumnParallelLinear
-        attention.submodules.linear_kv_up_proj = TELayerNormColumnParallelLinear
-        spec.submodules.mtp_block_spec = _prediction_heads(TENorm, TEColumnParallelLinear)
-        return spec
+        return _transformer_engine_spec(config, mixer)
     if config.fp8:
         raise ValueError("fp8 needs Transformer Engine, which is not installed; install it or turn it off")
     spec = local_stack_spec(mixer)

@@ -30,6 +30,7 @@ from megatron_agentrl.observe.metrics import MetricsWriter
 from megatron_agentrl.recipe.schema import Dtype, Recipe
 from megatron_agentrl.trainer import canary, checkpoint
 from megatron_agentrl.trainer.batch import MicroBatch, rl_micro_batch, sft_micro_batch
+from megatron_agentrl.trainer.checkpoint_saver import Saver
 from megatron_agentrl.trainer.coordinator_client import CoordinatorClient
 from megatron_agentrl.trainer.data_parallel import settle
 from megatron_agentrl.trainer.losses import rl_loss, sft_loss
@@ -158,6 +159,12 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
     recipe = t.recipe
     optimizer = build(t.models, recipe.optimizer, recipe)
     reference = _reference(t, resume_at)
+    saver = Saver(
+        t.checkpoints,
+        asynchronous=recipe.checkpoint.asynchronous,
+        keep=recipe.checkpoint.keep,
+        deadline=recipe.deadlines.checkpoint,
+    )
     version = resume_at or 0
     folder = t.checkpoints / f"step_{version}"
     if t.rank.is_first:
@@ -165,7 +172,9 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
         assert t.coordinator is not None
         t.coordinator.resume(version, None if resume_at is None else str(folder))
     if resume_at is None:
-        save_checkpoint(t, optimizer, 0)  # what the warm start cost is not lost to a stop before the next checkpoint
+        save_checkpoint(
+            t, saver, optimizer, 0
+        )  # what the warm start cost is not lost to a stop before the next checkpoint
     else:
         checkpoint.load(folder, t.models, optimizer)
     publish_version(t, version)
@@ -180,6 +189,7 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
         t1 = time.perf_counter()
         with t.events.span("train", step=version):
             values = _rl_step(t, optimizer, plan, version, reference)
+        _note_complete(t, saver.poll())
         if t.rank.is_first:
             t.coordinator.step_done(version, values)  # type: ignore[union-attr]
         t2 = time.perf_counter()
@@ -191,11 +201,12 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
             values["seconds"] = {"wait": t1 - t0, "train": t2 - t1, "publish": t3 - t2}
             t.metrics.log("train", version, values)
         if recipe.checkpoint.every and version % recipe.checkpoint.every == 0 and version < recipe.train.steps:
-            save_checkpoint(t, optimizer, version)
+            save_checkpoint(t, saver, optimizer, version)
         if recipe.eval.every and version % recipe.eval.every == 0 and version < recipe.train.steps:
             evaluate(t, "during", version)
-    save_checkpoint(t, optimizer, version)
+    save_checkpoint(t, saver, optimizer, version)
     evaluate(t, "after", version)
+    _note_complete(t, saver.wait())
     return version
 
 
@@ -363,15 +374,15 @@ def evaluate(t: Trainer, tag: str, version: int) -> None:
             "tokens_sampled": reply["tokens"],
             "seconds": time.perf_counter() - t0,
         }
-        # The agent's own metrics may not take the place of these.
-        own = {f"{name}_" if name in line else name: value for name, value in reply["metrics"].items()}
+        own = {name if name == "reward" else f"agent/{name}": value for name, value in reply["metrics"].items()}
         t.metrics.log("eval", version, line | own)
         return True
 
     from_rank0(run)
 
 
-def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
+def save_checkpoint(t: Trainer, saver: Saver, optimizer: Any, version: int) -> None:
+    """Saves version `version`; in the background, only until its content is fixed."""
     settle(t.models)
     with t.events.span("checkpoint", version=version):
         coordinator = t.coordinator
@@ -380,9 +391,13 @@ def save_checkpoint(t: Trainer, optimizer: Any, version: int) -> None:
             if coordinator is not None:
                 coordinator.checkpoint(version, str(folder))
 
-        checkpoint.save(t.checkpoints, t.models, optimizer, version, {"version": version}, before_complete=snapshot)
-        if t.rank.is_first:
-            checkpoint.prune(t.checkpoints, t.recipe.checkpoint.keep)
+        _note_complete(t, saver.wait())
+        _note_complete(t, saver.save(t.models, optimizer, version, {"version": version}, before_complete=snapshot))
+
+
+def _note_complete(t: Trainer, folder: Path | None) -> None:
+    if folder is not None:
+        t.events.point("checkpoint complete", folder=folder.name)
 
 
 def export(t: Trainer, folder: Path) -> None:

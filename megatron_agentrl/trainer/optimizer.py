@@ -175,17 +175,13 @@ def parts(optimizer: Any) -> list[Any]:
 
 
 def _complete(part: Any) -> None:
-    """Fill two gaps of megatron-core 0.19.2 that show when the optimizer's state is saved or loaded."""
+    """Fill a gap of megatron-core 0.19.2 that shows when the optimizer's state is saved or loaded."""
     if isinstance(part, _distrib.DistributedOptimizer):
         # A group's parameters stand with the float32 ones first; the index that checkpoints go by keeps the order of
         # the buffers. In a half-precision model with float32 parameters the state of one would be another's.
         for group, ranges in enumerate(part.opt_group_ranges):
             for position, parameter in enumerate(sorted(ranges["params"], key=lambda p: p.dtype != torch.float32)):
                 part.model_param_group_index_map[parameter] = (group, position)
-    if isinstance(part, _distrib.DistributedOptimizer) and not _distrib.HAVE_APEX_OR_TE:
-        # torch's Adam keeps a tensor "step" per parameter, which the loader then misses in the checkpoint.
-        original = part._set_main_param_and_optimizer_states
-        part._set_main_param_and_optimizer_states = lambda param, tensors: original(param, {"step": None, **tensors})
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from examples.arithmetic.agent import ArithmeticAgent
 from megatron_agentrl.agent.builtin import SingleTurnAgent
 from megatron_agentrl.agent.env import EnvAgent, Step
 from megatron_agentrl.agent.load import AgentLoadError, load_agent
@@ -60,6 +61,25 @@ def test_a_reasoning_gym_task_is_scored_by_its_own_rule():
     assert score(task, f" {entry['answer']} ") == 1.0
     assert score(task, "no number") < 1.0
     assert score(task, "") < 1.0
+
+
+@pytest.mark.parametrize(
+    ("content", "reward", "form"),
+    [
+        ("<answer>42</answer>", 1.0, 1.0),
+        ("It is <answer> 42 </answer>, I think", 1.0, 1.0),
+        ("<answer>41</answer>", 0.3, 1.0),
+        ("<answer>41</answer><answer>42</answer>", 0.0, 0.0),  # every number listed is no answer
+        ("42", 0.0, 0.0),
+        ("<answer>42", 0.0, 0.0),
+        (None, 0.0, 0.0),
+    ],
+)
+def test_the_arithmetic_agent_pays_for_one_answer_in_its_tags_and_for_the_number(content, reward, form):
+    chat = ScriptedChat(Message(content))
+    result = asyncio.run(ArithmeticAgent().run(TASK, chat))
+    assert (result.reward, result.metrics) == (reward, {"format": form, "correct": float(reward == 1.0)})
+    assert chat.sent[0]["messages"][3:] == TASK.messages  # below the example
 
 
 class CountingEnv:

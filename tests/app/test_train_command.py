@@ -22,7 +22,7 @@ recipe = load_resolved(run / "recipe.yaml")
 done = [int(p.name[5:]) for p in (run / "checkpoints").iterdir()]
 version = max(done, default=0)
 metrics, events = MetricsWriter(run, False, max(done, default=None)), EventLog(run, "trainer-0")
-evaluate = lambda tag: metrics.log("eval", version, {"tag": tag, "success": version / 10, "size": 10, "through_tool": 0.1})
+evaluate = lambda tag: metrics.log("eval", version, {"tag": tag, "success": version / 10, "size": 10, "agent/through_tool": 0.1})
 if not done:
     evaluate("before")
 while version < recipe.train.steps:

@@ -45,6 +45,15 @@ def test_an_action_over_two_versions_has_a_staleness_per_token():
     assert plan.stats["staleness_max"] == 2
 
 
+def test_what_agents_report_is_averaged_over_the_runs_that_report_it():
+    members = [receipt("t000000", 0, {9: 2}, format=1.0, turns=3.0), receipt("t000000", 1, {9: 2}, format=0.0)]
+    plan = plan_batch([group(0, *members)], 9, eta=1, shape=Shape(1, 100))
+    assert {name: value for name, value in plan.stats.items() if name.startswith("agent/")} == {
+        "agent/format": 0.5,
+        "agent/turns": 3.0,
+    }
+
+
 @pytest.mark.parametrize(
     ("sampled", "step", "eta", "tokens"),
     [

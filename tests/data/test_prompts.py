@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import time
 
 import pytest
 
 from megatron_agentrl.data.prompts import Prompt, fingerprint, load_prompts, read_prompts
+from megatron_agentrl.data.reasoning_gym import check_task
 from megatron_agentrl.recipe.errors import RecipeError
 from megatron_agentrl.recipe.schema import Recipe, Source
 
@@ -146,6 +148,39 @@ def test_reasoning_gym_prompts_hold_what_the_scorer_needs():
 def test_an_unknown_reasoning_gym_task_gives_the_nearest_name():
     with pytest.raises(RecipeError, match="data.task=chain_sun: no such reasoning-gym task; did you mean chain_sum?"):
         load_prompts(recipe(source=Source.reasoning_gym, task="chain_sun"))
+
+
+def test_task_options_are_the_tasks_own_settings():
+    options = "min_terms=2,max_terms=2,min_digits=1, max_digits=1"
+    sets = load_prompts(
+        recipe(source=Source.reasoning_gym, task="chain_sum", task_options=options, size=30, eval_size=10)
+    )
+    for prompt in sets.train + sets.held_out:
+        assert re.fullmatch(r"State the final answer .*: \d [+-] \d =", prompt.messages[0]["content"])
+
+
+def test_a_task_option_may_be_a_list():
+    found = check_task("base_conversion", "min_base=2,max_base=3")
+    assert found == {"min_base": 2, "max_base": 3}
+    assert check_task("countdown", "operators=['+', '-'],min_numbers=3") == {"operators": ["+", "-"], "min_numbers": 3}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("min_term=2", "chain_sum has no setting min_term; did you mean min_terms?"),
+        ("size=3", "chain_sum has no setting size"),
+        ("min_terms", "found 'min_terms', expected name=value,name=value"),
+        ("min_terms=", "found 'min_terms=', expected name=value,name=value"),
+        ("min_terms=2,min_terms=3", "min_terms is given twice; give it once"),
+        ("min_terms=0", "chain_sum refuses it (min_terms must be positive); change the values"),
+        ("min_terms=two", "chain_sum refuses it"),
+        ("min_terms=[2", "min_terms=[2: expected a number, true, false, text or [list]"),
+    ],
+)
+def test_task_options_that_a_task_does_not_have_are_refused(options, message):
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        load_prompts(recipe(source=Source.reasoning_gym, task="chain_sum", task_options=options))
 
 
 def test_a_task_with_too_few_questions_is_refused():

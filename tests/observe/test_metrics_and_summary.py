@@ -42,11 +42,11 @@ def small_run(run_dir: Path, steps: int = 4) -> None:
     writer = MetricsWriter(run_dir, tensorboard=False)
     writer.log("warm_start", 1, {"loss": 2.0, "lr": 1e-3, "seconds": 0.1})
     writer.log("publish", 0, {"gap": 2e-6})
-    writer.log("eval", 0, {"tag": "before", "success": 0.25, "size": 256, "through_tool": 0.2})
+    writer.log("eval", 0, {"tag": "before", "success": 0.25, "size": 256, "agent/through_tool": 0.2})
     for step in range(1, steps + 1):
         writer.log("train", step, train_values(step, logprob_gap_max=1e-5 if step == 2 else 1e-7))
         writer.log("publish", step, {"gap": 3e-6})
-    writer.log("eval", steps, {"tag": "after", "success": 0.75, "size": 256, "through_tool": 0.6})
+    writer.log("eval", steps, {"tag": "after", "success": 0.75, "size": 256, "agent/through_tool": 0.6})
     writer.close()
 
 
@@ -179,7 +179,7 @@ def test_plain_lines_are_printed_when_piped(tmp_path):
     assert lines[0] == "processes: 1 running; starting: engine-0"
     assert lines[1] == "processes: 2 running"
     assert "warm start 1/1: loss 2.000" in lines
-    assert "held-out (after, version 4): success 0.750 of 256" in lines
+    assert "held-out (after, version 4): success 0.750 of 256; through_tool 0.600" in lines
     assert sum(line.startswith("step ") for line in lines) == 4
 
 

@@ -123,6 +123,7 @@ def test_the_prefix_cache_is_off_for_models_with_a_recurrent_state(recipe, tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = engine.arguments(engine.spec_from_recipe(recipe, 0, "127.0.0.1", 5000))
     assert ("--no-enable-prefix-caching" in args, "--enable-prefix-caching" in args) == (recurrent, not recurrent)
+    assert ("--block-size" in args) is not recurrent  # else no prompt below 128 tokens would be shared on a CPU
 
 
 @pytest.mark.parametrize(

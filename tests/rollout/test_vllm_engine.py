@@ -50,20 +50,20 @@ class Running:
         tensors = iter((tensors or self.versions.tensors(weights)).items())
         return self.publisher.publish(version, manifest or self.manifest, tensors, Canary(self.canary, expected))
 
-    def generate(self, count=1, **kwargs):
+    def generate(self, count=1, prompt=PROMPT, **kwargs):
         async def main():
             client = VllmClient(self.engine.name, self.spec.url, TOKEN)
             try:
                 asked = {"max_tokens": 24, "temperature": 1.0} | kwargs
-                return await asyncio.gather(*[client.generate(PROMPT, **asked) for _ in range(count)])
+                return await asyncio.gather(*[client.generate(prompt, **asked) for _ in range(count)])
             finally:
                 await client.close()
 
         return asyncio.run(main())
 
-    def gap(self, reply, weights, start=0, stop=None):
+    def gap(self, reply, weights, start=0, stop=None, prompt=PROMPT):
         """Largest |engine − reference| of the reply's tokens [start, stop)."""
-        want = self.versions.logprobs(weights, PROMPT + reply.ids)[len(PROMPT) - 1 :]
+        want = self.versions.logprobs(weights, prompt + reply.ids)[len(prompt) - 1 :]
         return max(abs(a - b) for a, b in list(zip(reply.logprobs, want, strict=True))[start:stop])
 
 
@@ -255,8 +255,9 @@ def test_qwen_publishes_are_proven_with_its_prefix_cache_and_tied_head(qwen):
         report = qwen.publish(version, weights)
         assert report.proven == ["qwen"], report.problems()
         assert report.gap <= 1e-4
-        for reply in qwen.generate(count=3):  # the same prompt: read from the prefix cache, which the publish cleared
-            assert qwen.gap(reply, weights) <= 1e-4
+        for count in (1, 3):  # the same prompt of two blocks: read from the prefix cache, which the publish cleared
+            for reply in qwen.generate(count, prompt=PROMPT * 9):
+                assert qwen.gap(reply, weights, prompt=PROMPT * 9) <= 1e-4
 
 
 def test_experts_that_are_not_packed_again_are_caught_by_the_canary_and_the_next_publish_recovers(qwen):

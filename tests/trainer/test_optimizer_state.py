@@ -1,4 +1,7 @@
-"""Adam's state whole on each rank (distributed_optimizer=false): its checkpoints are those of the sharded one."""
+"""Adam's state whole on each rank (distributed_optimizer=false): its checkpoints are those of the sharded one.
+
+Every layout against every other is `test_checkpoint_matrix`.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,6 @@ def test_a_run_goes_on_as_if_uninterrupted(rank, tmp_path, writer, reader):
     checkpoint.load(folder, chunks, opt)
     assert steps(chunks, opt, 3, 6) == want
     assert checkpoint.check(checkpoint.save(tmp_path, chunks, opt, 5, {}))["optimizer_step"] == 5
-
-
-def test_state_in_several_buckets_is_refused_before_anything_is_written(rank, tmp_path):
-    several = Topology(overlap_grad_reduce=True, bucket_size=2000)
-    chunks, opt = toy.build("nemotron", rank, toy.ADAM, several)
-    with pytest.raises(ValueError, match=r"travel in \d+ buckets.*set topology.overlap_grad_reduce=false"):
-        checkpoint.save(tmp_path, chunks, opt, 1, {})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_both_kinds_of_state_take_the_same_steps(rank):
