@@ -61,13 +61,15 @@ class DistWriter:
 
     def _record(self, name: str, index: MetadataIndex, what: torch.Tensor | list[Any]) -> WriteResult:
         path = self.folder / name
-        with path.open("ab") as file:
-            start = file.tell()
+        with path.open("ab", buffering=0) as file:
+            out, start = _Out(file), file.tell()
             try:
-                torch.save(what, file)
-                file.flush()
-            except (OSError, RuntimeError) as error:  # torch wraps the OSError of a full disk in its own words
-                raise OSError(f"{path}: writing {index.fqn} failed: {error}") from error
+                torch.save(what, out)
+            except (OSError, RuntimeError) as error:  # torch says in its own words that a write failed
+                cause = out.failure or error
+                raise OSError(
+                    f"{path}: writing {index.fqn} failed: {getattr(cause, 'strerror', None) or cause}"
+                ) from error
             length = file.tell() - start
         return WriteResult(index=index, size_in_bytes=length, storage_data=_StorageInfo(name, start, length))
 
@@ -88,6 +90,27 @@ class DistWriter:
         table[_COMMON] = BytesStorageMetadata()
         FileSystemWriter(self.folder).finish(Metadata(table), [self._results])
         (self.folder / _FORMAT_FILE).write_text(json.dumps(_FORMAT_NAME))
+
+
+class _Out:
+    """An unbuffered file that writes all it is given, and remembers why it could not."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view, done = memoryview(data).cast("B"), 0
+        try:
+            while done < len(view):
+                done += self._file.write(view[done:])
+        except OSError as error:
+            self.failure = error
+            raise
+        return done
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
 
 def write_mark(folder: Path, world: int, facts: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from megatron_agentrl.cpu import megatron
 
@@ -18,8 +17,8 @@ megatron.install()
 import processes  # noqa: E402
 import torch  # noqa: E402
 
-from megatron_agentrl.recipe.schema import Recipe, Topology  # noqa: E402
-from megatron_agentrl.trainer import checkpoint, model, topology  # noqa: E402
+from megatron_agentrl.recipe.schema import Optimizer, Recipe, Topology  # noqa: E402
+from megatron_agentrl.trainer import checkpoint, model, optimizer, topology  # noqa: E402
 from megatron_agentrl.trainer.weights_io import load_hf, placed  # noqa: E402
 
 LAYOUTS = {
@@ -39,29 +38,16 @@ def main() -> None:
         for name in names.split(","):
             hf, recipe = json.loads((shared / name / "config.json").read_text()), Recipe()
             recipe.topology = LAYOUTS[layout]
-            chunks = model.build(hf, recipe, rank)
-            wrapped = [SimpleNamespace(module=chunk) for chunk in chunks]
+            chunks = optimizer.wrap(model.build(hf, recipe, rank), Optimizer(), recipe)
             load_hf(chunks, hf, shared / name, rank)
             want = [(place.name, tensor.clone()) for place, tensor in placed(chunks, hf, rank)]
             for _, tensor in placed(chunks, hf, rank):
                 tensor.fill_(-7)
-            load_weights(shared / f"{name}-m", chunks)
+            checkpoint.load_weights(shared / f"{name}-m", chunks)
             for (what, expected), (_, tensor) in zip(want, placed(chunks, hf, rank), strict=True):
                 assert torch.equal(tensor, expected), f"{layout} {name} {what}"
-            checkpoint.save_weights(shared / f"{name}-{layout}", wrapped)
+            checkpoint.save_weights(shared / f"{name}-{layout}", chunks)
         topology.shutdown()
-
-
-def load_weights(folder: Path, chunks: list[torch.nn.Module]) -> None:
-    checkpoint.load_weights(folder, [Holder(chunk) for chunk in chunks])
-
-
-class Holder(torch.nn.Module):
-    """A chunk as megatron-core's wrappers hold it."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
 
 
 if __name__ == "__main__":
