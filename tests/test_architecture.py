@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "coordinator": {"trajectory", "data"},
     "algorithm": set(),
     "trainer": {"algorithm", "layout", "weights", "trajectory", "data"},
+    "convert": {"layout", "trainer"},
     "launch": set(),
     "planner": {"layout"},
     "cpu": set(),

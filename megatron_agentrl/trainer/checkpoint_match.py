@@ -1,7 +1,7 @@
 """Whether a distributed checkpoint is this model's, from its metadata alone, before a weight is read.
 
 Compares the keys and global shapes of the model's tensors with those in the folder; the optimizer's and everything
-else in the folder is left to the load itself.
+else in the folder is left to the load itself. The padding of the vocabulary is the writer's topology, not the model.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedTensor, load_tensors_metadata
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
+from megatron_agentrl.layout.megatron import VOCABULARY_DIVISOR
 from megatron_agentrl.trainer.hf_headers import some
+from megatron_agentrl.trainer.torch_metadata import StoredTensor, read_metadata
 
 #: Prefix of the optimizer's keys in a checkpoint; the model's have none.
 OPTIMIZER = "optimizer."
@@ -35,20 +37,17 @@ def check_same_model(folder: Path, state: dict[str, Any]) -> None:
 
     Raises:
         OtherModel: on every rank that sees a difference; naming tensors, both shapes and one way out.
+        PoisonedMetadata: the folder's table is damaged, or names what no checkpoint needs.
     """
-    stored = {
-        key: tuple(tensor.global_shape)
-        for key, tensor in load_tensors_metadata(str(folder)).items()
-        if not key.startswith(OPTIMIZER)
-    }
-    own = {tensor.key: tuple(tensor.global_shape) for tensor in tensors(state)}
-    found = [f"it has no {key} {shape}" for key, shape in own.items() if key not in stored]
+    stored = {key: tensor for key, tensor in read_metadata(folder).items() if not key.startswith(OPTIMIZER)}
+    own = {tensor.key: tensor for tensor in tensors(state)}
+    found = [f"it has no {key} {tuple(tensor.global_shape)}" for key, tensor in own.items() if key not in stored]
     found += [
-        f"its {key} has shape {stored[key]}, the model's {shape}"
-        for key, shape in own.items()
-        if stored.get(key, shape) != shape
+        f"its {key} has shape {stored[key].shape}, the model's {tuple(tensor.global_shape)}"
+        for key, tensor in own.items()
+        if key in stored and not _same_shape(stored[key], tensor)
     ]
-    found += [f"the model has no {key} {stored[key]}" for key in _held_by_none(sorted(stored), own)]
+    found += [f"the model has no {key} {stored[key].shape}" for key in _held_by_none(sorted(stored), own)]
     if found:
         raise OtherModel(
             f"{folder} is a checkpoint of another model: {some(found, 4)}; resume with the model.path it was trained "
@@ -56,9 +55,22 @@ def check_same_model(folder: Path, state: dict[str, Any]) -> None:
         )
 
 
+def _same_shape(stored: StoredTensor, own: ShardedTensor) -> bool:
+    """Equal, but for rows that pad a vocabulary to a multiple of 64 times the tensor-parallel size of either side."""
+    shape = tuple(own.global_shape)
+    if stored.shape == shape or not own.allow_shape_mismatch:
+        return stored.shape == shape
+    # A vocabulary of V rows is in (rows - step, rows] on both sides; the chunks of a table are its tensor-parallel ranks.
+    ranges = [
+        (rows - VOCABULARY_DIVISOR * parts, rows)
+        for rows, parts in ((stored.shape[0], len(stored.chunks)), (shape[0], own.axis_fragmentations[0]))
+    ]
+    return stored.shape[1:] == shape[1:] and max(low for low, _ in ranges) < min(high for _, high in ranges)
+
+
 def has_other_type(folder: Path, state: dict[str, Any]) -> bool:
     """Whether a tensor of the model stands in the checkpoint in another type (model.dtype was changed in between)."""
-    stored = load_tensors_metadata(str(folder))
+    stored = read_metadata(folder)
     return any(stored[tensor.key].dtype != tensor.dtype for tensor in tensors(state))
 
 

@@ -9,11 +9,17 @@ complete when it has its name. Needs the packages gguf and accelerate.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import shutil
+import os
 import sys
-from pathlib import Path
+
+# Python puts this folder first on the path, where inspect.py would hide the standard library's: the repository instead.
+if __name__ == "__main__":
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+
+import argparse  # noqa: E402
+import importlib.util  # noqa: E402
+import shutil  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
