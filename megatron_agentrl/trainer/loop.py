@@ -172,9 +172,7 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
         assert t.coordinator is not None
         t.coordinator.resume(version, None if resume_at is None else str(folder))
     if resume_at is None:
-        save_checkpoint(
-            t, saver, optimizer, 0
-        )  # what the warm start cost is not lost to a stop before the next checkpoint
+        save_checkpoint(t, saver, optimizer, 0)  # what the warm start cost is not lost to a stop before the next one
     else:
         checkpoint.load(folder, t.models, optimizer)
     publish_version(t, version)
@@ -205,8 +203,8 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
         if recipe.eval.every and version % recipe.eval.every == 0 and version < recipe.train.steps:
             evaluate(t, "during", version)
     save_checkpoint(t, saver, optimizer, version)
+    _note_complete(t, saver.wait())  # not lost to an evaluation that fails
     evaluate(t, "after", version)
-    _note_complete(t, saver.wait())
     return version
 
 
