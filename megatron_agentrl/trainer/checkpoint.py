@@ -1,9 +1,10 @@
 """Distributed checkpoints that are either complete or not there.
 
-`save` (or `start`, `Started.write`, `finish`, its three parts) writes `step_N.tmp`, then a mark that lists every file with its size, then renames to `step_N`; a
-process killed at any moment leaves a folder that `newest` and `load` refuse. Weights and optimizer state are
-megatron-core's `torch_dist` format under Transformer Engine's key names, per parameter, so that another
-parallel layout can load them. Schedules and anything else of the run travel in `extra` (JSON).
+`save` (or its three parts: `start`, `Started.write`, `finish`) writes `step_N.tmp`, then a mark that lists every file
+with its size, then renames to `step_N`; a process killed at any moment leaves a folder that `newest` and `load` refuse.
+Weights and optimizer state are megatron-core's `torch_dist` format under Transformer Engine's key names, per
+parameter, so that another parallel layout can load them. Schedules and anything else of the run travel in `extra`
+(JSON). When a run saves is `trainer.checkpoint_saver`.
 
 Left out on purpose: megatron-core's `_extra_state` entries (empty without delayed-scaling fp8, and named
 differently with and without Transformer Engine), and the optimizer's parameter groups, whose values the recipe
@@ -19,8 +20,8 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,11 +67,12 @@ class Started:
     final: Path
     facts: dict[str, Any]
     request: AsyncRequest
+    abandoned: threading.Event = field(default_factory=threading.Event)
 
     def write(self) -> None:
         """Put this rank's tensors on disk. Not collective, touches neither model nor device: any thread may run it.
 
-        A failure is raised by `finish`, on every rank.
+        A failure is raised by `finish`, on every rank. Once `abandoned` is set, it fails at the next tensor.
         """
         if self.request.async_fn is None:
             return  # a rank may have nothing to write
@@ -81,8 +83,10 @@ class Started:
         outcomes: list[Any] = [None] * len(buckets)
 
         def one(at: int) -> None:
+            file, key, (objects, tensors) = buckets[at]
+            bucket = (file, key, (objects, self._unless_abandoned(tensors)))
             _, outcomes[at] = filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-                transforms, at, buckets[at], None, None, use_fsync=True, use_msc=cloud
+                transforms, at, bucket, None, None, use_fsync=True, use_msc=cloud
             )
 
         threads = [threading.Thread(target=one, args=(at,), daemon=True) for at in range(1, len(buckets))]
@@ -93,6 +97,12 @@ class Started:
             thread.join()
         failed = [outcome for outcome in outcomes if not isinstance(outcome, list)]
         results.put(failed[0] if failed else dict(enumerate(outcomes)))
+
+    def _unless_abandoned(self, tensors: list[Any]) -> Iterator[Any]:
+        for tensor in tensors:
+            if self.abandoned.is_set():
+                raise RuntimeError(f"{self.tmp}: the run ended while this was being written")
+            yield tensor
 
 
 def start(

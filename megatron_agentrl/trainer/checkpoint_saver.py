@@ -8,6 +8,7 @@ passes over. One save is in flight at most. What a checkpoint is, is `trainer.ch
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_agentrl.trainer import checkpoint
+
+#: Seconds that an ending process gives its writer to stop at the next tensor.
+GRACE = 5.0
 
 
 class LateSave(RuntimeError):
@@ -63,6 +67,7 @@ class Saver:
             return self._finish()
         self._since = time.monotonic()
         # A run that ends by an error does not wait for it: the checkpoint is then incomplete.
+        atexit.register(self._abandon)
         self._thread = threading.Thread(target=self._started.write, name=f"checkpoint step_{step}", daemon=True)
         self._thread.start()
         return None
@@ -103,6 +108,13 @@ class Saver:
             time.sleep(0.1)  # another rank's clock is ahead
         return done
 
+    def _abandon(self) -> None:
+        """At the end of the process. A thread that still runs Python code when the interpreter goes down makes the
+        process abort ("terminate called without an active exception"); one that hangs in the file system does not."""
+        if self._started is not None and self._thread is not None:
+            self._started.abandoned.set()
+            self._thread.join(GRACE)
+
     def _unfinished(self) -> list[int]:
         """The ranks that are still writing, the same list on every rank."""
         assert self._thread is not None
@@ -115,6 +127,7 @@ class Saver:
     def _finish(self) -> Path:
         assert self._started is not None
         started, self._started, self._thread = self._started, None, None
+        atexit.unregister(self._abandon)
         try:
             done = checkpoint.finish(started)
         except CheckpointException as error:

@@ -203,8 +203,8 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
         if recipe.eval.every and version % recipe.eval.every == 0 and version < recipe.train.steps:
             evaluate(t, "during", version)
     save_checkpoint(t, saver, optimizer, version)
+    _note_complete(t, saver.wait())  # not lost to an evaluation that fails
     evaluate(t, "after", version)
-    _note_complete(t, saver.wait())
     return version
 
 

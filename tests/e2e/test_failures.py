@@ -52,7 +52,9 @@ def test_a_killed_process_ends_the_run_by_name_and_a_restart_goes_on(words, role
     folder, command = words
     resumed_from = checkpoints(folder)[-1] if folder.exists() and checkpoints(folder) else None
     began = time.time()
-    process = start(*command)
+    # The first start writes its checkpoints in the background, and is killed while it does or between two; the next
+    # ones resume from what it completed.
+    process = start(*command, f"checkpoint.asynchronous={str(role == 'trainer').lower()}")
     wait_for(
         lambda: process.poll() is not None or len([x for x in lines(folder, "train") if x["time"] > began]) >= 3,
         180,

@@ -37,7 +37,8 @@ from megatron_agentrl.trainer.topology import Rank
 
 HERE = Path(__file__)
 HYBRID, QWEN, DEEPSEEK = "Nemotron-H MoE", "Qwen3-MoE", "DeepSeek-V3 + MTP"
-#: The two data-parallel ones cut their buffers into many buckets, or keep the state whole on each rank.
+#: The two data-parallel ones cut their buffers into many buckets, or keep the state whole on each rank. In DP4xEP2 the
+#: state of experts is cut over two ranks and all other over four.
 LAYOUTS: dict[str, Topology] = {
     "one": Topology(),
     "DP2": Topology(world=2, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=2000),
@@ -48,15 +49,24 @@ LAYOUTS: dict[str, Topology] = {
     "DP2 whole": Topology(world=2, distributed_optimizer=False),
     "TP2xEP2": Topology(world=2, tp=2, sequence_parallel=True, ep=2, etp=1),
     "PP2xEP2": Topology(world=4, pp=2, ep=2),
+    "DP4xEP2": Topology(world=4, ep=2),
 }
 SIX = ("one", "DP2", "EP2", "TP2+SP", "PP2", "VPP3xPP2")
 #: (saved at, loaded at): each of the six at each; each once on either side; and the layouts beside the six.
 PAIRS = list(itertools.product(SIX, SIX))
 ROUND = list(zip(SIX, SIX[1:] + SIX[:1], strict=True))
-BESIDE = [("one", "DP2 whole"), ("DP2 whole", "TP2xEP2"), ("TP2xEP2", "PP2xEP2"), ("PP2xEP2", "EP2"), ("DP2", "PP2xEP2")]
+BESIDE = [
+    ("one", "DP2 whole"),
+    ("DP2 whole", "TP2xEP2"),
+    ("TP2xEP2", "PP2xEP2"),
+    ("PP2xEP2", "DP4xEP2"),
+    ("DP4xEP2", "one"),
+    ("DP2", "PP2xEP2"),
+]
 Cells = dict[str, list[tuple[str, str]]]
 WHOLE: Cells = {HYBRID: PAIRS + BESIDE, QWEN: PAIRS + BESIDE, DEEPSEEK: ROUND + BESIDE}
 SAVED_AT, FURTHER = 3, 3  # steps before the save and after it
+DEADLINE = 1800  # seconds that one world size may take in one direction, on a busy machine
 STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -155,7 +165,7 @@ def work(shared: Path, tasks: list[list[str]], rank: Rank | None = None) -> None
                 topology.shutdown()
             processes.meeting(meetings)
             meetings += 1
-            rank = topology.init(LAYOUTS[layout], seed=1, timeout=parity.DEADLINE)
+            rank = topology.init(LAYOUTS[layout], seed=1, timeout=DEADLINE)
         present = layout
         if source:
             read(shared, source[0], layout, name, rank)
@@ -180,7 +190,7 @@ def run(shared: Path, alone: Rank, cells: Cells) -> dict[tuple[str, str, str], A
                 work(shared, own, alone)
             else:
                 arguments, meetings = ("--worker", str(shared), json.dumps(own)), len({layout for _, layout, *_ in own})
-                processes.run(HERE.name, world, shared, *arguments, meetings=meetings, deadline=parity.DEADLINE)
+                processes.run(HERE.name, world, shared, *arguments, meetings=meetings, deadline=DEADLINE)
     found = {}
     for name, target, source in reads:
         want = json.loads((shared / f"{source}-{name}.json").read_text())
