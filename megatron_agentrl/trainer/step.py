@@ -28,7 +28,7 @@ from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.logprobs import token_logprobs, token_logprobs_and_entropy
 from megatron_agentrl.trainer.micro_batches import conform
 from megatron_agentrl.trainer.mtp import head_count, heads_grad_norm, heads_loss, predictions
-from megatron_agentrl.trainer.optimizer import parts, routers, set_learning_rate
+from megatron_agentrl.trainer.optimizer import apply_prepared, parts, routers, set_learning_rate
 from megatron_agentrl.trainer.precision import token_multiple
 from megatron_agentrl.trainer.sequence_layout import SequenceLayout, lay_out
 
@@ -316,13 +316,12 @@ def train_step(
             f"Look for infinite logprobs or advantages in this batch, or lower the learning rate"
         )
     set_learning_rate(optimizer, lr)
-    applied, _, _ = optimizer.step()
-    if not applied:  # a batch must not pass for trained without having been
+    if not apply_prepared(optimizer):  # a batch must not pass for trained without having been
         raise RuntimeError(f"step {step}: megatron-core's optimizer did not apply a finite gradient")
     used = 1.0 if scale is None else scale.value
     if scale is not None:
         scale.settle()
-    return StepResult(loss, grad_norm, float(tokens), lr, bool(applied), metrics, used, overflows)
+    return StepResult(loss, grad_norm, float(tokens), lr, True, metrics, used, overflows)
 
 
 def _heads(metrics: Mapping[str, float]) -> str:
