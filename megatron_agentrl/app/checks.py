@@ -98,7 +98,8 @@ def _weight_problems(recipe: Recipe, config: dict, mode: str) -> Iterator[str]:
     if recipe.model.init is Init.random and mode != "eval":
         return
     # Imported here: reading headers takes safetensors and numpy.
-    from megatron_agentrl.trainer.hf_headers import WeightsError, differences, locate, some
+    from megatron_agentrl.recipe.weight_files import WeightsError
+    from megatron_agentrl.trainer.hf_headers import differences, locate, some
 
     try:
         stored = locate(folder, dict(architecture(config).ALIASES))
