@@ -112,7 +112,8 @@ def _folder_problems(key: str, folder: Path, config: dict, heads: bool, *, weigh
     if not weights:
         return
     # Imported here: reading headers takes safetensors and numpy.
-    from megatron_agentrl.trainer.hf_headers import WeightsError, differences, locate, some, without_scales
+    from megatron_agentrl.recipe.weight_files import WeightsError
+    from megatron_agentrl.trainer.hf_headers import differences, locate, some, without_scales
 
     try:
         stored, _ = without_scales(folder, locate(folder, dict(architecture(config).ALIASES)))

@@ -208,7 +208,7 @@ def _guarded(work: Callable[[], int], failed: int) -> int:
     """Run `work`; what it refuses is printed in one line, and the exit code is `failed`."""
     from megatron_agentrl.convert.errors import ConvertError
     from megatron_agentrl.layout.boxes import LayoutError
-    from megatron_agentrl.trainer.hf_headers import WeightsError
+    from megatron_agentrl.recipe.weight_files import WeightsError
 
     try:
         return work()

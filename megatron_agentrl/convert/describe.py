@@ -15,7 +15,7 @@ from megatron_agentrl.convert.hf_source import HfSource
 from megatron_agentrl.convert.megatron_source import model_tensors
 from megatron_agentrl.convert.origin import find_origin
 from megatron_agentrl.layout.megatron import heads_pattern, layer_pattern
-from megatron_agentrl.trainer.hf_headers import WeightsError
+from megatron_agentrl.recipe.weight_files import WeightsError
 from megatron_agentrl.trainer.torch_metadata import BESIDE
 
 _LETTERS = {"M": "Mamba-2", "*": "attention", "+": "latent attention", "E": "mixture of experts", "-": "MLP"}

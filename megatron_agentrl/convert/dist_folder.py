@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
@@ -64,7 +64,7 @@ class DistWriter:
         with path.open("ab", buffering=0) as file:
             out, start = _Out(file), file.tell()
             try:
-                torch.save(what, out)
+                torch.save(what, cast(IO[bytes], out))
             except (OSError, RuntimeError) as error:  # torch says in its own words that a write failed
                 cause = out.failure or error
                 raise OSError(
@@ -153,7 +153,7 @@ class DistReader:
         with (self.folder / chunk.file).open("rb") as file:
             view = _Section(file, chunk.start, chunk.length)
             try:
-                tensor = torch.load(view, map_location="cpu", weights_only=True)
+                tensor = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
             except Exception as error:  # whatever a damaged archive makes of itself
                 raise ConvertError(
                     f"{self.folder / chunk.file}: the record of {key} is damaged, or holds more than a tensor "

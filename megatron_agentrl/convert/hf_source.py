@@ -20,7 +20,8 @@ from megatron_agentrl.convert.keys import Unit, matrix
 from megatron_agentrl.convert.safetensors_io import PIECE, Stored, header, read_rows
 from megatron_agentrl.layout.entries import Source
 from megatron_agentrl.layout.megatron import architecture, copies, fp32_tensors, heads_names, heads_pattern, hf_tensors
-from megatron_agentrl.trainer.hf_headers import INDEX, SINGLE, differences, locate, some
+from megatron_agentrl.recipe.weight_files import INDEX, SINGLE
+from megatron_agentrl.trainer.hf_headers import differences, locate, some
 from megatron_agentrl.trainer.weights_io import read_config
 
 _PICKLED = ("pytorch_model*.bin", "consolidated*.pth", "*.bin", "*.pth", "*.pt", "*.ckpt")

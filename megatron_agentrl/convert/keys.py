@@ -163,7 +163,7 @@ def _units(entry: Entry, prefix: str, stage: int, experts: int) -> Iterator[Unit
     waiting = list(_parts(entry, prefix, stage, experts))
     while waiting:
         names, taken = _tensors(waiting[0]), [waiting[0]]
-        rest = []
+        rest: list[Part] = []
         for part in waiting[1:]:
             (taken if names & _tensors(part) else rest).append(part)
         yield Unit(tuple(source for source in entry.sources if source.name in names), tuple(taken))

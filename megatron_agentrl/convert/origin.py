@@ -23,8 +23,8 @@ from megatron_agentrl.convert.keys import matrix
 from megatron_agentrl.convert.safetensors_io import PIECE, Stored, Writer, header, read_rows
 from megatron_agentrl.layout.entries import Source
 from megatron_agentrl.layout.megatron import copies
+from megatron_agentrl.recipe.weight_files import INDEX, SINGLE
 from megatron_agentrl.trainer.hf_folder import copy_side_files
-from megatron_agentrl.trainer.hf_headers import INDEX, SINGLE
 from megatron_agentrl.trainer.weights_io import read_config
 
 CARRIED, REPEATED = "carried.safetensors", "repeated.json"

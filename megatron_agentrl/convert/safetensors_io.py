@@ -67,7 +67,7 @@ def header(path: Path) -> dict[str, Stored]:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_rows(stored: Stored, r0: int, r1: int, into: torch.Tensor) -> None:

@@ -253,8 +253,9 @@ VECTORS_PER_LAYER = 17
 def activation_bytes(recipe: Recipe, config: dict[str, Any]) -> float:
     """Bytes one micro-batch keeps for the backward pass: hidden vectors of each layer, and logits three times.
 
-    With full recompute a unit keeps its input alone, and one unit at a time is whole again; what selective recompute
-    saves depends on the modules and is not counted.
+    A context-parallel rank holds 1 / cp of the positions, logits included. With full recompute a unit keeps its input
+    alone, and one unit at a time is whole again; what selective recompute saves depends on the modules and is not
+    counted, nor is what tensor-parallel ranks share.
     """
     layers = (config.get("num_hidden_layers") or len(pattern(config))) / recipe.topology.pp
     vectors = VECTORS_PER_LAYER * layers
@@ -266,7 +267,7 @@ def activation_bytes(recipe: Recipe, config: dict[str, Any]) -> float:
         else:
             vectors = count + VECTORS_PER_LAYER * max(layers - count, 1)
     per_token = vectors * config["hidden_size"] + 3 * config["vocab_size"]
-    return recipe.train.micro_batch_tokens * per_token * _weight_bytes(recipe)
+    return recipe.train.micro_batch_tokens / recipe.topology.cp * per_token * _weight_bytes(recipe)
 
 
 def available_bytes() -> tuple[float, str]:

@@ -14,11 +14,6 @@ def latent_topology_problems(topology: Topology, config: dict[str, Any]) -> Iter
     tp = topology.tp
     if not config.get("kv_lora_rank"):
         return
-    if topology.cp > 1:
-        yield (
-            f"topology.cp={topology.cp}: no test holds latent attention over context-parallel ranks equal to one process "
-            "yet; set topology.cp=1"
-        )
     if tp > 1 and not topology.sequence_parallel:
         yield (
             f"topology.tp={tp}: with latent attention needs topology.sequence_parallel=true, else the rotary key's "

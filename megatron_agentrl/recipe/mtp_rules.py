@@ -36,21 +36,11 @@ def mtp_problems(recipe: Recipe, config: dict[str, Any] | None) -> Iterator[str]
             f"model.mtp.train=true: with tied embeddings megatron-core cannot save heads over a pipeline "
             f"(topology.pp={recipe.topology.pp}); set topology.pp=1 or model.mtp.train=false"
         )
-    if recipe.topology.cp > 1:
-        yield (
-            f"model.mtp.train=true: a head reads the next token, which another context-parallel rank may hold, found "
-            f"topology.cp={recipe.topology.cp}; set topology.cp=1"
-        )
     if recipe.topology.pp > 1 and recipe.topology.overlap_grad_reduce and mtp.detach:
         yield (
             "model.mtp.train=true: with topology.overlap_grad_reduce megatron-core waits for a gradient of the last stage's "
             f"embedding, which detached heads do not give (topology.pp={recipe.topology.pp}); set "
             "topology.overlap_grad_reduce=false"
-        )
-    if recipe.train.packing:
-        yield (
-            "model.mtp.train=true: a head's ids and labels are shifted within padded rows, not within the sequences of a "
-            "packed one, found train.packing=true; set train.packing=false"
         )
     memory = recipe.memory
     if memory.recompute is Recompute.full and (

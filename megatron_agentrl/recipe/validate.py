@@ -28,6 +28,7 @@ from megatron_agentrl.recipe.packing_rules import packing_problems
 from megatron_agentrl.recipe.precision_rules import precision_problems
 from megatron_agentrl.recipe.schema import Advantage, Init, Optimizer, Proximal, Recipe, Schedule, Source
 from megatron_agentrl.recipe.topology_rules import data_parallel_problems, divisors, topology_problems
+from megatron_agentrl.recipe.weight_files import weight_file_problems
 
 MODES = ("train", "sft", "eval", "export")
 
@@ -244,7 +245,7 @@ def model_problems(recipe: Recipe, *, weights: bool) -> Iterator[str]:
             "tokenizer_config.json"
         )
     if weights:
-        yield from _weight_file_problems(folder)
+        yield from weight_file_problems(folder)
     positions = config.get("max_position_embeddings")
     if config.get("model_type") != "nemotron_h" and isinstance(positions, int) and recipe.model.max_length > positions:
         yield (
@@ -301,23 +302,6 @@ def _has_chat_template(folder: Path) -> bool:
         return bool(json.loads(config.read_text(encoding="utf-8")).get("chat_template"))
     except (ValueError, AttributeError):
         return False
-
-
-def _weight_file_problems(folder: Path) -> Iterator[str]:
-    way_out = "put the safetensors there, or set model.init=random"
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        if not any(folder.glob("*.safetensors")):
-            yield f"model.path={folder}: no *.safetensors, expected the model's weights; {way_out}"
-        return
-    try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
-        yield f"{index}: expected a JSON object with a weight_map; {way_out}"
-        return
-    missing = sorted(name for name in files if not (folder / name).is_file())
-    if missing:
-        yield f"model.path={folder}: {len(missing)} of {len(files)} weight files are missing ({missing[0]}); {way_out}"
 
 
 # ---- machine and engines ----------------------------------------------------------------------------------------

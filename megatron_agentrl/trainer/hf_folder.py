@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 from megatron_agentrl.layout.boxes import matrix_shape
 from megatron_agentrl.layout.fp8 import BLOCK, blocks
-from megatron_agentrl.trainer.hf_headers import INDEX, SINGLE, WeightsError, locate, without_scales
+from megatron_agentrl.recipe.weight_files import INDEX, SINGLE, WeightsError
+from megatron_agentrl.trainer.hf_headers import locate, without_scales
 
 #: Where transformers saves a tokenizer's chat templates beyond the first.
 CHAT_TEMPLATES = "additional_chat_templates"

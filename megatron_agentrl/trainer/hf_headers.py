@@ -6,7 +6,6 @@ that its config.json describes.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,15 +16,9 @@ from safetensors import SafetensorError, safe_open
 from megatron_agentrl.layout.boxes import LayoutError
 from megatron_agentrl.layout.fp8 import scales_of
 from megatron_agentrl.layout.megatron import architecture, heads_names, hf_tensors
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+from megatron_agentrl.recipe.weight_files import INDEX, SINGLE, WeightsError, read_index
 
 Shape = tuple[int, ...]
-
-
-class WeightsError(ValueError):
-    """A checkpoint folder or a model that does not hold what it should; the message names the tensor or file."""
 
 
 class Stored(NamedTuple):
@@ -66,24 +59,6 @@ def locate(folder: Path, aliases: Mapping[str, str]) -> dict[str, Stored]:
             raise WeightsError(f"{folder}: {name} and {found[known].name} are the same tensor under two names")
         found[known] = stored
     return found
-
-
-def read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor -> file of the folder's index, or None where one file holds everything. Raises WeightsError."""
-    path = folder / INDEX
-    if not path.is_file():
-        if not (folder / SINGLE).is_file():
-            raise WeightsError(f"{folder} has neither {SINGLE} nor {INDEX}")
-        return None
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        named = list(entries.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{path} is no safetensors index: {error!r}") from error
-    for name, file in named:
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-            raise WeightsError(f"{path}: {name} points to {file!r}; only plain file names inside the folder are read")
-    return entries
 
 
 def without_scales(folder: Path, found: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, Stored]]:

@@ -178,6 +178,21 @@ def _defaults(config: TransformerConfig) -> Recipe:
     return recipe
 
 
+def apply_prepared(optimizer: Any) -> bool:
+    """Clip and apply the gradients that `optimizer.prepare_grads()` left; whether they were applied. Collective.
+
+    megatron-core's `step` prepares them itself, which a caller who has looked at the norm before must not let happen
+    again: in fp16 it divides them by the loss scale, and float32 gradients in the buffer that they were summed in. Adam
+    hides such a second division, the clipping and `eps` do not.
+    """
+    optimizer.prepare_grads = lambda: False
+    try:
+        applied, _, _ = optimizer.step()
+    finally:
+        del optimizer.prepare_grads  # the class's own again
+    return bool(applied)
+
+
 def parts(optimizer: Any) -> list[Any]:
     """The optimizers inside: one for dense parameters and one for experts under expert parallelism."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))

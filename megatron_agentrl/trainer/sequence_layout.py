@@ -93,12 +93,18 @@ class SequenceLayout:
 
 
 def lay_out(
-    batch: MicroBatch, *, packing: bool, tp: int = 1, sequence_parallel: bool = False, cp: int = 1, cp_rank: int = 0, align: int = 1
-) -> SequenceLayout:
-    """The layout of a micro-batch (on the CPU) for the given parallel sizes, on context-parallel rank `cp_rank`."""
+    batch: MicroBatch, *, packing: bool, tp: int = 1, sequence_parallel: bool = False, cp: int = 1, cp_rank: int = 0,
+    align: int = 1, ahead: int = 0,
+) -> SequenceLayout:  # fmt: skip
+    """The layout of a micro-batch (on the CPU) for the given parallel sizes, on context-parallel rank `cp_rank`.
+
+    `ahead`: what a multi-token-prediction head reads and predicts. Position t of a row then holds the row's token
+    t + ahead and predicts token t + ahead + 1; where the row has no such token there is padding. Rows and sequences lie
+    as they do at 0.
+    """
     asked = multiples(tp, cp, sequence_parallel)
     row = asked.row * align
-    made = _packed(batch, asked.sequence, row) if packing else _padded(batch, row)
+    made = _packed(batch, asked.sequence, row, ahead) if packing else _padded(batch, row, ahead)
     if cp == 1:
         return made
     ends = [0, made.ids_RL.shape[1]] if made.cu_seqlens is None else made.cu_seqlens.tolist()
@@ -113,26 +119,30 @@ def lay_out(
     )
 
 
-def _padded(batch: MicroBatch, multiple: int) -> SequenceLayout:
+def _padded(batch: MicroBatch, multiple: int, ahead: int) -> SequenceLayout:
     rows, longest = batch.ids_BT.shape
     pad = -(longest - 1) % multiple
     positions_BS = torch.arange(longest - 1 + pad).expand(rows, -1).contiguous()
     # A row's last token predicts nothing: in the longest row it is no input at all, so counting it in the others
     # would make the router's bias depend on the grouping.
-    padding_BS = positions_BS >= batch.lengths_B[:, None] - 1
+    padding_BS = positions_BS >= batch.lengths_B[:, None] - 1 - ahead
     row, position = (~padding_BS).nonzero(as_tuple=True)
     return SequenceLayout(
-        ids_RL=torch.nn.functional.pad(batch.ids_BT[:, :-1], (0, pad)).contiguous(),
-        targets_RL=torch.nn.functional.pad(batch.ids_BT[:, 1:], (0, pad)).contiguous(),
+        ids_RL=_widened(batch.ids_BT[:, ahead:-1], positions_BS.shape[1]),
+        targets_RL=_widened(batch.ids_BT[:, 1 + ahead :], positions_BS.shape[1]),
         positions_RL=positions_BS,
         padding_RL=padding_BS,
         taken_N=row * positions_BS.shape[1] + position,
-        given_N=row * longest + position + 1,
+        given_N=row * longest + position + 1 + ahead,
         shape=(rows, longest),
     )
 
 
-def _packed(batch: MicroBatch, multiple: int, row_multiple: int) -> SequenceLayout:
+def _widened(ids_BT: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(ids_BT, (0, width - ids_BT.shape[1])).contiguous()
+
+
+def _packed(batch: MicroBatch, multiple: int, row_multiple: int, ahead: int) -> SequenceLayout:
     inputs_B = (batch.lengths_B - 1).clamp(min=0)
     kept = inputs_B.nonzero()[:, 0]
     if not len(kept):  # a stand-in of weight 0: one sequence of padding
@@ -144,9 +154,9 @@ def _packed(batch: MicroBatch, multiple: int, row_multiple: int) -> SequenceLayo
     ends = torch.nn.functional.pad(held_N.cumsum(0), (1, 0))
     sequence_S = torch.repeat_interleave(torch.arange(len(kept)), held_N)
     positions_S = torch.arange(int(ends[-1])) - ends[sequence_S]
-    padding_S = positions_S >= inputs_N[sequence_S]
+    padding_S = positions_S >= inputs_N[sequence_S] - ahead
     taken_N = (~padding_S).nonzero()[:, 0]
-    source_N = kept[sequence_S[taken_N]] * batch.ids_BT.shape[1] + positions_S[taken_N]
+    source_N = kept[sequence_S[taken_N]] * batch.ids_BT.shape[1] + positions_S[taken_N] + ahead
     flat = batch.ids_BT.flatten()
     blank = torch.zeros(len(positions_S), dtype=torch.int64)
     return SequenceLayout(

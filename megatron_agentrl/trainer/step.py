@@ -11,7 +11,7 @@ Shapes: B rows, T tokens, V columns of the vocabulary held here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,8 +27,8 @@ from megatron_agentrl.trainer import loss_scale
 from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.logprobs import token_logprobs, token_logprobs_and_entropy
 from megatron_agentrl.trainer.micro_batches import conform
-from megatron_agentrl.trainer.mtp import has_heads, heads_grad_norm, heads_loss, predictions
-from megatron_agentrl.trainer.optimizer import parts, routers, set_learning_rate
+from megatron_agentrl.trainer.mtp import head_count, heads_grad_norm, heads_loss, predictions
+from megatron_agentrl.trainer.optimizer import apply_prepared, parts, routers, set_learning_rate
 from megatron_agentrl.trainer.precision import token_multiple
 from megatron_agentrl.trainer.sequence_layout import SequenceLayout, lay_out
 
@@ -81,9 +81,9 @@ def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _lay_out(
-    model: torch.nn.Module, batch: MicroBatch, device: torch.device, packing: bool | None = None
+    model: torch.nn.Module, batch: MicroBatch, device: torch.device, packing: bool | None = None, ahead: int = 0
 ) -> SequenceLayout:
-    """Where this rank's model finds the tokens of a micro-batch that lies on the CPU."""
+    """Where this rank's model, or its head that looks `ahead`, finds the tokens of a micro-batch that lies on the CPU."""
     config = get_model_config(model)
     return lay_out(
         batch,
@@ -93,21 +93,20 @@ def _lay_out(
         align=token_multiple(config),
         cp=parallel_state.get_context_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
+        ahead=ahead,
     ).to(device)
 
 
-def _forward(
-    model: torch.nn.Module, layout: SequenceLayout, heads_lengths_B: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Run the model on this rank's positions: logits [R, L, V] on the last stage. Given the rows' lengths, a model with
-    prediction heads runs them too, and what they give waits in `mtp.predictions`."""
+def _forward(model: torch.nn.Module, layout: SequenceLayout, ahead: Sequence[SequenceLayout] = ()) -> torch.Tensor:
+    """Run the model on this rank's positions: logits [R, L, V] on the last stage. Given the layouts of its prediction
+    heads, the model runs them too, and what they give waits in `mtp.predictions`."""
     padding = layout.padding_RL  # True is what must not count for the router's bias
     if get_model_config(model).sequence_parallel:  # the sequence is cut over the tensor-parallel ranks
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         padding = padding.chunk(ranks, 1)[parallel_state.get_tensor_model_parallel_rank()]
     given: dict[str, Any] = {"packed_seq_params": layout.packed, "padding_mask": padding.contiguous()}
-    if heads_lengths_B is not None:
-        given["lengths_B"] = heads_lengths_B
+    if ahead:
+        given["ahead"] = ahead
     return model(layout.ids_RL, layout.positions_RL, None, **given)
 
 
@@ -236,7 +235,12 @@ def train_step(
     config, device = get_model_config(models[0]), _device()
 
     def loss_of(
-        batch: MicroBatch, layout: SequenceLayout, counted: bool, heads: list[torch.Tensor], logits: torch.Tensor
+        batch: MicroBatch,
+        layout: SequenceLayout,
+        counted: bool,
+        ahead: list[SequenceLayout],
+        heads: list[torch.Tensor],
+        logits: torch.Tensor,
     ) -> Any:
         logprobs, entropy_BT = _logprobs(logits, layout, temperature, models[0], entropy)
         if entropy_BT is not None:
@@ -248,7 +252,10 @@ def train_step(
         sums = {name: torch.as_tensor(value).detach() for name, value in metrics.items()}
         sums[""] = loss.detach()
         if heads:
-            extra = heads_loss(heads, batch, partial(token_logprobs, **_softmax(temperature, models[0])), counted)
+            extra = heads_loss(
+                heads, ahead, batch.columns["mask"] if counted else None,
+                lambda logits, layout: _logprobs(logits, layout, temperature, models[0])[0],
+            )  # fmt: skip
             sums["mtp_cross_entropy"] = extra.detach()
             loss = loss + config.mtp_loss_scaling_factor * extra
         no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)  # `finalize` divides by `tokens`
@@ -258,9 +265,10 @@ def train_step(
         batch = next(batches)
         counted = not is_empty(batch)
         layout = _lay_out(model, batch := _runnable(batch), device)
+        ahead = [_lay_out(model, batch, device, ahead=head) for head in range(1, head_count(model) + 1)]
         batch = _to(batch, device)
-        output = _forward(model, layout, batch.lengths_B if has_heads(model) else None)
-        return output, partial(loss_of, batch, layout, counted, predictions(model))
+        output = _forward(model, layout, ahead)
+        return output, partial(loss_of, batch, layout, counted, ahead, predictions(model))
 
     def finalize(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
         finalize_model_grads(chunks, None, **kwargs)
@@ -296,7 +304,7 @@ def train_step(
         scale.settle()
         restore_biases()
     finite = math.isfinite(grad_norm)
-    if has_heads(models[0]) and (heads_norm := heads_grad_norm(optimizer)) is not None:
+    if head_count(models[0]) and (heads_norm := heads_grad_norm(optimizer)) is not None:
         metrics[MAX + "mtp_grad_norm"] = heads_norm
         finite = finite and math.isfinite(heads_norm)
     if not finite:
@@ -308,13 +316,12 @@ def train_step(
             f"Look for infinite logprobs or advantages in this batch, or lower the learning rate"
         )
     set_learning_rate(optimizer, lr)
-    applied, _, _ = optimizer.step()
-    if not applied:  # a batch must not pass for trained without having been
+    if not apply_prepared(optimizer):  # a batch must not pass for trained without having been
         raise RuntimeError(f"step {step}: megatron-core's optimizer did not apply a finite gradient")
     used = 1.0 if scale is None else scale.value
     if scale is not None:
         scale.settle()
-    return StepResult(loss, grad_norm, float(tokens), lr, bool(applied), metrics, used, overflows)
+    return StepResult(loss, grad_norm, float(tokens), lr, True, metrics, used, overflows)
 
 
 def _heads(metrics: Mapping[str, float]) -> str:

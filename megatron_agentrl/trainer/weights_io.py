@@ -34,8 +34,9 @@ from megatron_agentrl.layout.megatron import (
     parameter_layouts,
     split_layers,
 )
+from megatron_agentrl.recipe.weight_files import INDEX, SINGLE, WeightsError
 from megatron_agentrl.trainer.hf_folder import Checkpoint, write_folder
-from megatron_agentrl.trainer.hf_headers import INDEX, SINGLE, WeightsError, differences, left_aside, some
+from megatron_agentrl.trainer.hf_headers import differences, left_aside, some
 
 if TYPE_CHECKING:  # it brings megatron-core, which files and layouts do without
     from megatron_agentrl.trainer.topology import Rank

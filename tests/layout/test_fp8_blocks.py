@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from megatron_agentrl.layout.boxes import LayoutError
 from megatron_agentrl.layout.fp8 import blocks, scale_shape, scales_of
+from megatron_agentrl.recipe.weight_files import WeightsError
 from megatron_agentrl.trainer.hf_folder import Checkpoint, dequantise
-from megatron_agentrl.trainer.hf_headers import WeightsError
 
 NAME = "model.layers.0.self_attn.o_proj.weight"
 

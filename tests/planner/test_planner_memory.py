@@ -157,6 +157,16 @@ def test_full_recompute_keeps_inputs_and_one_unit():
     assert kept(**block) == (4 + 2 * 17) * 128
 
 
+def test_context_parallel_ranks_share_the_positions_of_a_micro_batch_and_no_weights():
+    recipe = Recipe()
+    recipe.train.micro_batch_tokens = 4096
+    assert activation_bytes(recipe, NANO) == 4096 * 4 * (17 * 52 * 2688 + 3 * 131072)  # 45.2e9
+    whole = estimate(recipe, NANO, gpu=False).trainer
+    recipe.topology.world = recipe.topology.cp = 4
+    assert activation_bytes(recipe, NANO) == 1024 * 4 * (17 * 52 * 2688 + 3 * 131072)
+    assert whole - estimate(recipe, NANO, gpu=False).trainer == pytest.approx(3072 * 4 * (17 * 52 * 2688 + 3 * 131072))
+
+
 def test_on_gpus_only_the_processes_themselves_count():
     assert estimate(Recipe(), NANO, gpu=True).total < 8 * GIB
 

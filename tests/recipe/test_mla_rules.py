@@ -41,7 +41,6 @@ SIZES = {"kv_lora_rank": 14, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_h
 @pytest.mark.parametrize(
     ("sizes", "config", "words"),
     [
-        ({"world": 2, "cp": 2}, SIZES, "topology.cp=2: no test holds latent attention over context-parallel ranks equal to one process yet"),
         ({"world": 2, "tp": 2}, SIZES, "else the rotary key's gradient is not summed over the ranks; set it"),
         ({"world": 4, "tp": 4, "sequence_parallel": True}, SIZES, "the latents have 22 rows (kv_lora_rank + qk_rope_head_dim)"),
         ({"world": 2, "tp": 2, "sequence_parallel": True}, SIZES | {"q_lora_rank": 5}, "the latents have 5 rows (q_lora_rank)"),
@@ -51,6 +50,7 @@ def test_cuts_that_latent_attention_does_not_take(sizes, config, words):
     (line,) = latent_topology_problems(Topology(**sizes), config)
     assert words in line
     assert list(latent_topology_problems(Topology(**sizes), {"model_type": "llama"})) == []
+    assert list(latent_topology_problems(Topology(world=2, cp=2), config)) == []
 
 
 def test_packed_rows_are_refused_only_where_values_are_wider_than_keys():

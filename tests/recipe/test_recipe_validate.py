@@ -63,7 +63,7 @@ def test_numbers_out_of_range(folder, override, expected):
     [
         (["model.path=none-such"], "does not exist; expected a Hugging Face folder"),
         (["model.path=train.jsonl"], "is a file"),
-        (["model.init=pretrained"], "no *.safetensors"),
+        (["model.init=pretrained"], "has neither model.safetensors nor model.safetensors.index.json"),
         (["algorithm.group_size=1"], "rloo compares a trajectory with the others of its group; set algorithm.group_size=2"),
         (["algorithm.group_size=1", "algorithm.advantage=grpo"], "standard deviation"),
         (["algorithm.importance_cap=3"], "has no effect with algorithm.proximal=behaviour"),
@@ -179,7 +179,7 @@ def test_weight_files_that_an_index_names_must_be_there(folder):
 
 def test_an_evaluation_needs_weights_and_held_out_prompts(folder):
     lines = found(folder, mode="eval")
-    assert "no *.safetensors" in lines[0]
+    assert "has neither model.safetensors nor model.safetensors.index.json" in lines[0]
     assert "the eval command needs held-out prompts" in lines[1]
 
 

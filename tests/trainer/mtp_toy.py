@@ -37,10 +37,13 @@ def recipe(topology_: Topology | None = None, **mtp: object) -> Recipe:
     return made
 
 
-def build(name: str, rank: Rank, opt: Optimizer, topology_: Topology | None = None, **mtp: object):
+def build(
+    name: str, rank: Rank, opt: Optimizer, topology_: Topology | None = None, packing: bool = False, **mtp: object
+):
     """(wrapped chunks, optimizer) of a toy model with seed 3; the trunk's weights do not depend on the heads."""
     topology.seed_everything(3)
     made = recipe(topology_, **mtp)
+    made.train.packing = packing
     chunks = optimizer.wrap(model.build(MODELS[name], made, rank), opt, made)
     return chunks, optimizer.build(chunks, opt, made)
 

@@ -26,6 +26,7 @@ LAYOUTS = {
     "tp2-sp": Topology(world=2, tp=2, sequence_parallel=True),
     "tp2-sp-ep2": Topology(world=2, tp=2, sequence_parallel=True, ep=2, etp=1),
     "pp2": Topology(world=2, pp=2),
+    "cp2-ep2-packed": Topology(world=2, cp=2, ep=2),
 }
 #: Data-parallel rank -> micro-batches of rows; lopsided, with an empty one.
 TWO = {0: [(0, 1, 2, 3), (4,)], 1: [(5,), ()]}
@@ -36,7 +37,7 @@ STEPS = 4
 def run(shared: Path, layout: str, name: str, rank: topology.Rank, topo: Topology, **mtp: object) -> list:
     """[loss, gradient norm, heads' cross entropy] of four SGD steps; step 1's gradient and the end as checkpoints."""
     batches = [toy.rows(rows) for rows in (TWO[rank.dp] if rank.dp_size == 2 else WHOLE)]
-    chunks, opt = mtp_toy.build(name, rank, toy.SGD, topo, **mtp)
+    chunks, opt = mtp_toy.build(name, rank, toy.SGD, topo, packing=layout.endswith("packed"), **mtp)
     checkpoint.load_weights(shared / f"start-{name}", chunks)
     found = []
     for step in range(1, STEPS + 1):

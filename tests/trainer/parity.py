@@ -56,6 +56,8 @@ LAYOUTS: dict[str, Topology] = {
     "DP2 overlap": Topology(world=2, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=2000),
     "DP2 whole optimizer": Topology(world=2, distributed_optimizer=False),
     "CP2": Topology(world=2, cp=2),
+    "CP2 packed": Topology(world=2, cp=2),
+    "CP2xEP2": Topology(world=2, cp=2, ep=2),
     "TP2xEP2": Topology(world=2, tp=2, sequence_parallel=True, ep=2, etp=1),
     "PP3 uneven": Topology(world=3, pp=3, first_stage_layers=1, last_stage_layers=3),
     "PP2xEP2": Topology(world=4, pp=2, ep=2),
@@ -65,7 +67,10 @@ LAYOUTS: dict[str, Topology] = {
         world=4, pp=2, vpp=3, ep=2, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=2000
     ),
     "PP2xEP2 allgather": Topology(world=4, pp=2, ep=2, dispatcher=Dispatcher.allgather),
+    "CP2xTP2 packed": Topology(world=4, cp=2, tp=2, sequence_parallel=True),
 }
+#: Layouts whose rows are packed; the reference's are padded.
+PACKED = {"CP2 packed", "CP2xTP2 packed"}
 
 SGD = Optimizer(name="sgd", lr=0.1, clip_grad=0.0)
 ADAM = Optimizer(name="adam", lr=1e-3, clip_grad=1.0, weight_decay=0.01)
@@ -105,20 +110,22 @@ def refusal(layout: str, name: str) -> str:
     """Why `check` refuses the cell; "" where it does not."""
     found = list(topology_problems(LAYOUTS[layout], MODELS[name]))
     if MODELS[name].get("num_nextn_predict_layers") and not found:
-        found = list(mtp_problems(mtp_toy.recipe(LAYOUTS[layout]), MODELS[name]))
+        found = list(mtp_problems(recipe(name, LAYOUTS[layout], layout in PACKED), MODELS[name]))
     return "; ".join(found)
 
 
 # ---- in each process -------------------------------------------------------------------------------------------
 
 
-def recipe(name: str, sizes: Topology | None = None) -> Recipe:
+def recipe(name: str, sizes: Topology | None = None, packing: bool = False) -> Recipe:
     """Prediction heads are trained where the model has them."""
-    return (mtp_toy if MODELS[name].get("num_nextn_predict_layers") else toy).recipe(sizes)
+    made = (mtp_toy if MODELS[name].get("num_nextn_predict_layers") else toy).recipe(sizes)
+    made.train.packing = packing
+    return made
 
 
-def build(name: str, rank: Rank, opt: Optimizer, sizes: Topology, start: Path) -> tuple[list[Any], Any]:
-    chunks = model.build(MODELS[name], recipe(name, sizes), rank)
+def build(name: str, rank: Rank, opt: Optimizer, sizes: Topology, start: Path, packing: bool) -> tuple[list[Any], Any]:
+    chunks = model.build(MODELS[name], recipe(name, sizes, packing), rank)
     if start.exists():
         load_hf(chunks, MODELS[name], start, rank)
     chunks = optimizer.wrap(chunks, opt, recipe(name, sizes))
@@ -143,14 +150,16 @@ def gradient(chunks: list[Any], name: str, rank: Rank) -> dict[str, torch.Tensor
     return found
 
 
-def run_cell(name: str, rank: Rank, sizes: Topology, plan: list[tuple[int, ...]], start: Path) -> dict[str, Any]:
+def run_cell(
+    name: str, rank: Rank, sizes: Topology, plan: list[tuple[int, ...]], start: Path, packing: bool = False
+) -> dict[str, Any]:
     """Four SGD steps, then four Adam steps from the same start. Tensors are on rank 0 alone."""
     batches: list[MicroBatch] = [toy.rows(rows) for rows in plan]
     found: dict[str, Any] = {"sgd": [], "adam": []}
     for opt in (SGD, ADAM):
         # Parameters can be gathered late under Adam only: SGD's state is not sharded.
         late = sizes.overlap_param_gather and opt is ADAM
-        chunks, made = build(name, rank, opt, replace(sizes, overlap_param_gather=late), start)
+        chunks, made = build(name, rank, opt, replace(sizes, overlap_param_gather=late), start, packing)
         for step in range(1, STEPS + 1):
             result = train_step(chunks, made, batches, toy.negative_logprob, lr=opt.lr, tokens=toy.TOKENS, step=step)
             found[opt.name].append([result.loss, result.grad_norm])
@@ -185,7 +194,7 @@ def worker(shared: Path, cells: list[str]) -> None:
             processes.meeting(meetings)
             meetings += 1
             rank, present = topology.init(sizes, seed=1, timeout=DEADLINE), layout
-        found = run_cell(name, rank, sizes, PLANS[rank.dp_size][rank.dp], shared / name)
+        found = run_cell(name, rank, sizes, PLANS[rank.dp_size][rank.dp], shared / name, layout in PACKED)
         if rank.is_first:
             for what in ("gradient", "weights"):
                 save_file(found.pop(what), shared / f"{layout}-{name}-{what}")

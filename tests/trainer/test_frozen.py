@@ -14,9 +14,9 @@ import trainer_toy as toy
 from pytest import approx
 
 from megatron_agentrl.recipe.schema import Dtype, Topology
+from megatron_agentrl.recipe.weight_files import WeightsError
 from megatron_agentrl.trainer import checkpoint, model, optimizer
 from megatron_agentrl.trainer.frozen import OwnPlace, SamePlace, frozen_policies, same_model
-from megatron_agentrl.trainer.hf_headers import WeightsError
 from megatron_agentrl.trainer.host_weights import HostWeights
 from megatron_agentrl.trainer.step import forward_logprobs, train_step
 from megatron_agentrl.trainer.weights_io import load_hf

@@ -12,7 +12,7 @@ from megatron_agentrl.layout.entries import Source, replicated
 from megatron_agentrl.layout.megatron import hf_tensors
 from megatron_agentrl.recipe.schema import Recipe, Topology
 from megatron_agentrl.recipe.topology_rules import topology_problems
-from megatron_agentrl.trainer.hf_headers import WeightsError
+from megatron_agentrl.recipe.weight_files import WeightsError
 from megatron_agentrl.trainer.inspect import inspect
 
 NEMOTRON = nemotron(

@@ -19,6 +19,7 @@ from megatron_agentrl.trainer.architectures import architecture
 from megatron_agentrl.trainer.batch import MicroBatch
 from megatron_agentrl.trainer.mtp import heads_loss
 from megatron_agentrl.trainer.optimizer import routers
+from megatron_agentrl.trainer.sequence_layout import lay_out
 from megatron_agentrl.trainer.step import forward_logprobs, train_step
 from megatron_agentrl.trainer.weights_io import iterate_hf, load_hf, save_hf
 
@@ -71,7 +72,8 @@ def test_a_heads_logits_equal_transformers(rank, tmp_path):
     ids = torch.randint(0, 101, (3, 20), generator=torch.Generator().manual_seed(6))
     at = positions(3, 19)
     with torch.no_grad():
-        chunk(ids[:, :-1], at, None, lengths_B=torch.tensor([20, 20, 20]))
+        rows = MicroBatch(ids, torch.tensor([20, 20, 20]), {})
+        chunk(ids[:, :-1], at, None, ahead=[lay_out(rows, packing=False, ahead=1)])
         (ours,) = chunk.take()
         embedded = theirs.embed_tokens(ids[:, 1:])
         hidden = theirs.layers[0](
@@ -182,13 +184,13 @@ def test_heads_that_are_not_detached_reach_the_policy(rank, name):
             assert attached[key].equal(detached[key]), key
 
 
-def test_the_heads_gradient_is_that_of_its_own_loss_in_any_grouping(rank):
+def test_the_heads_gradient_is_that_of_its_own_loss_in_any_grouping_padded_or_packed(rank):
     """Against autograd on a loss written out by hand, over one head whose labels are two tokens ahead."""
     chunks, opt = mtp_toy.build("deepseek", rank, toy.SGD)
     whole = toy.rows(range(6))
     whole.columns["mask"][1, 3] = 0.0  # a token that is not trained is no label either
     chunk = chunks[0].module
-    chunk(whole.ids_BT[:, :-1].contiguous(), positions(6, 10), None, lengths_B=whole.lengths_B)
+    chunk(whole.ids_BT[:, :-1].contiguous(), positions(6, 10), None, ahead=[lay_out(whole, packing=False, ahead=1)])
     (logits,) = chunk.take()
     total = torch.zeros(())
     for row in range(6):
@@ -206,8 +208,8 @@ def test_the_heads_gradient_is_that_of_its_own_loss_in_any_grouping(rank):
             batch.columns["mask"][list(which).index(1), 3] = 0.0
         return batch
 
-    for grouping in ([range(6)], [(5, 1), (), (0, 2, 3, 4)]):
-        chunks, opt = mtp_toy.build("deepseek", rank, toy.SGD)
+    for grouping, packing in (([range(6)], False), ([(5, 1), (), (0, 2, 3, 4)], False), ([(5, 1, 0), (2, 3, 4)], True)):
+        chunks, opt = mtp_toy.build("deepseek", rank, toy.SGD, packing=packing)
         result = train_step(
             chunks, opt, [rows(tuple(which)) for which in grouping], toy.negative_logprob, lr=0.0, tokens=toy.TOKENS
         )
@@ -220,16 +222,17 @@ def test_the_heads_gradient_is_that_of_its_own_loss_in_any_grouping(rank):
 
 
 def test_two_heads_weigh_half_each():
-    ids = torch.tensor([[0, 1, 1, 0, 1]])
-    batch = MicroBatch(ids, torch.tensor([5]), {"mask": torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]])})
+    batch = MicroBatch(torch.tensor([[0, 1, 1, 0, 1]]), torch.tensor([5]), {})
+    mask_BT = torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]])
+    ahead = [lay_out(batch, packing=False, ahead=depth) for depth in (1, 2)]
     logits = [torch.full((1, 4, 2), 0.0), torch.tensor([[[0.0, 1.0]] * 4])]
 
-    def logprobs(z, labels):
-        return z.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    def logprobs(z_RLV, layout):
+        return layout.to_rows(z_RLV.log_softmax(-1).gather(-1, layout.targets_RL[..., None])[..., 0])
 
     # head 1: tokens 2 and 3 at ln 2 each; head 2: token 3 (a 0) at ln(1 + e)
-    assert float(heads_loss(logits, batch, logprobs, True)) == pytest.approx((2 * 0.693147 + 1.313262) / 2, abs=1e-5)
-    assert float(heads_loss(logits, batch, logprobs, False)) == 0.0
+    assert float(heads_loss(logits, ahead, mask_BT, logprobs)) == pytest.approx((2 * 0.693147 + 1.313262) / 2, abs=1e-5)
+    assert float(heads_loss(logits, ahead, None, logprobs)) == 0.0
 
 
 def test_a_forward_for_logprobs_runs_no_head(rank):

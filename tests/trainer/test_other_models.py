@@ -10,9 +10,10 @@ import trainer_toy as toy
 from safetensors.torch import save_file
 
 from megatron_agentrl.layout.megatron import hf_tensors
+from megatron_agentrl.recipe.weight_files import WeightsError
 from megatron_agentrl.trainer import checkpoint, model
 from megatron_agentrl.trainer.checkpoint_match import OtherModel
-from megatron_agentrl.trainer.hf_headers import WeightsError, differences, locate
+from megatron_agentrl.trainer.hf_headers import differences, locate
 from megatron_agentrl.trainer.weights_io import load_hf
 
 

@@ -43,6 +43,21 @@ def test_padded_rows_by_hand():
     assert rows.tolist() == [[0, 0, 1, 2], [0, 0, 0, 0], [0, 6, 7, 0]]
 
 
+def test_what_a_head_two_tokens_ahead_reads_and_predicts_by_hand():
+    packed, padded = (lay_out(rows_of([5, 2, 4]), packing=packing, ahead=2) for packing in (True, False))
+    assert packed.cu_seqlens.tolist() == [0, 4, 5, 8]  # as the rows themselves lie
+    assert packed.ids_RL.tolist() == [[3, 4, 0, 0, 0, 203, 0, 0]]
+    assert packed.targets_RL.tolist() == [[4, 5, 0, 0, 0, 204, 0, 0]]
+    assert packed.padding_RL.tolist() == [[False, False, True, True, True, False, True, True]]
+    assert padded.ids_RL.tolist() == [[3, 4, 0, 0], [0] * 4, [203, 204, 0, 0]]
+    assert padded.padding_RL.tolist() == [[False, False, True, True], [True] * 4, [False, True, True, True]]
+    for layout in (packed, padded):
+        rows = layout.to_rows(layout.targets_RL.float())
+        assert rows.tolist() == [[0, 0, 0, 4, 5], [0] * 5, [0, 0, 0, 204, 0]]
+    late = lay_out(rows_of([5, 2, 4]), packing=True, ahead=2, cp=2, cp_rank=1)
+    assert late.ids_RL.tolist() == [[4, 0, 0, 0, 0, 0]] and late.targets_RL.tolist() == [[5, 0, 0, 0, 0, 0]]
+
+
 def test_zigzag_by_hand():
     early, late = (lay_out(rows_of([7, 4]), packing=True, cp=2, cp_rank=rank) for rank in range(2))
     # 6 and 3 inputs, padded to 8 and 4: chunks of 2 and of 1, of which rank 0 holds the first and the last.

@@ -130,6 +130,16 @@ def test_an_overflowing_step_is_repeated_at_half_the_scale_until_it_is_applied(r
     assert steps(chunks, opt, 1, 2)[0].loss == steps(*again, 1, 2)[0].loss
 
 
+@pytest.mark.parametrize("dtype", Dtype)
+def test_the_applied_gradient_is_the_reported_one_clipped_and_unscaled_once(rank, dtype):
+    chunks, opt = build(rank, recipe(dtype))
+    result = steps(chunks, opt, 1)[0]
+    assert result.grad_norm > toy.ADAM.clip_grad == 1.0 and (result.loss_scale > 1) == (dtype is Dtype.fp16)
+    states = [state for part in parts(opt) for state in part.optimizer.state.values()]
+    squares = sum(float(state["exp_avg"].double().square().sum()) for state in states)
+    assert squares**0.5 == pytest.approx(0.1, rel=1e-4)  # (1 - beta1) times a gradient of norm 1
+
+
 def test_the_scale_doubles_after_its_window_once_a_step(rank):
     chunks, opt = build(rank, recipe(Dtype.fp16, Precision(loss_scale=16.0, loss_scale_window=2)))
     assert [r.loss_scale for r in steps(chunks, opt, 5)] == [16.0, 16.0, 32.0, 32.0, 64.0]
