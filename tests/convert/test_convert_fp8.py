@@ -73,10 +73,9 @@ def test_the_config_is_read_as_block_fp8_by_transformers_and_vllm_keeps_what_is_
     assert found["dtype"] == "bfloat16"
     said = found["quantization_config"]
     assert said["quant_method"] == "fp8" and said["weight_block_size"] == [128, 128] and said["fmt"] == "e4m3"
-    from transformers.utils.quantization_config import FineGrainedFP8Config
-
-    read = FineGrainedFP8Config.from_dict(said)
-    assert list(read.weight_block_size) == [128, 128] and "lm_head" in read.modules_to_not_convert
+    assert said["modules_to_not_convert"] == [
+        "lm_head", "model.layers.1.mlp.gate", "model.layers.2.mlp.gate", "model.layers.3.eh_proj", "model.layers.3.mlp.gate",
+    ]  # fmt: skip
     hf_to_megatron(tiny("nemotron_h"), tmp_path / "m", quiet=True)
     megatron_to_hf(tmp_path / "m", tmp_path / "hf", blockwise=True, quiet=True)
     kept = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,17 @@ def test_transformers_loads_every_tiny_model_whole_and_renders_its_chat(tiny, tm
     assert tokenizer.decode(ids) == "<bos><turn>user\né 1<eos><turn>assistant\n"
     with torch.no_grad():
         assert model(torch.tensor([ids])).logits.isfinite().all()
+
+
+def test_transformers_and_vllm_read_the_fp8_config_as_blocks_of_128(tiny, tmp_path):
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    hf_to_megatron(tiny("deepseek_v3"), tmp_path / "m", quiet=True)
+    megatron_to_hf(tmp_path / "m", tmp_path / "hf", blockwise=True, quiet=True)
+    said = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
+    theirs = FineGrainedFP8Config.from_dict(dict(said))
+    assert list(theirs.weight_block_size) == [128, 128] and "lm_head" in theirs.modules_to_not_convert
+    engine = Fp8Config.from_config(dict(said))
+    assert engine.is_checkpoint_fp8_serialized and engine.weight_block_size == [128, 128]
+    assert engine.activation_scheme == "dynamic" and "model.layers.3.eh_proj" in engine.ignored_layers

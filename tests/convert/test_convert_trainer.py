@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from convert_tools import ARCHITECTURES, assert_same, tensors
+from convert_tools import ARCHITECTURES, assert_same, remark, tensors
 
 from megatron_agentrl.convert.dist_folder import DistReader
 from megatron_agentrl.convert.to_hf import megatron_to_hf
@@ -51,6 +51,28 @@ def test_the_checkpoint_is_the_one_that_the_trainer_writes(tiny, tmp_path, rank,
     assert ours.mark.keys() >= theirs.mark.keys()
     megatron_to_hf(tmp_path / "theirs", tmp_path / "hf", hf=tiny(name), quiet=True)
     assert_same(tensors(tiny(name)), tensors(tmp_path / "hf"))
+
+
+def test_the_trainer_refuses_another_vocabulary_and_a_poisoned_table(tiny, tmp_path, rank):
+    """260 rows are padded to 320 or 384, whoever wrote them; 101 rows to 128, and those are another model's."""
+    from megatron_agentrl.convert.tiny import make_tiny
+    from megatron_agentrl.trainer import checkpoint, model
+    from megatron_agentrl.trainer.checkpoint_match import OtherModel
+    from megatron_agentrl.trainer.torch_metadata import PoisonedMetadata
+
+    make_tiny("llama", tmp_path / "other", changes={"vocab_size": 101})
+    hf_to_megatron(tmp_path / "other", tmp_path / "m", quiet=True)
+    hf = json.loads((tiny("llama") / "config.json").read_text())
+    chunks = [SimpleNamespace(module=chunk) for chunk in model.build(hf, Recipe(), rank)]
+    with pytest.raises(
+        OtherModel, match=r"embedding.word_embeddings.weight has shape \(128, 96\), the model's \(320, 96\)"
+    ):
+        checkpoint.load_weights(tmp_path / "m", chunks)
+    poison = b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0atouch /tmp\x85R."
+    (tmp_path / "m" / ".metadata").write_bytes(poison)
+    remark(tmp_path / "m")
+    with pytest.raises(PoisonedMetadata, match="posix.system"):
+        checkpoint.load_weights(tmp_path / "m", chunks)
 
 
 def test_the_mark_is_the_trainers():
