@@ -124,7 +124,9 @@ def recipe(name: str, sizes: Topology | None = None, packing: bool = False) -> R
     return made
 
 
-def build(name: str, rank: Rank, opt: Optimizer, sizes: Topology, start: Path, packing: bool) -> tuple[list[Any], Any]:
+def build(
+    name: str, rank: Rank, opt: Optimizer, sizes: Topology, start: Path, packing: bool = False
+) -> tuple[list[Any], Any]:
     chunks = model.build(MODELS[name], recipe(name, sizes, packing), rank)
     if start.exists():
         load_hf(chunks, MODELS[name], start, rank)
