@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 
-BLOCK = 128
+from megatron_agentrl.layout.fp8 import BLOCK, SUFFIX, scale_shape
+from megatron_agentrl.trainer import hf_folder
+
+__all__ = ["SUFFIX", "scale_shape"]
+
 LARGEST = 448.0
-SUFFIX = "_scale_inv"
 #: Linears that DeepSeek's convention quantises: attention, MLP, experts. Norms, router, embedding, head, the joining
 #: projection of prediction heads and everything of Mamba (whose blocks are not 128-aligned) keep their type.
 _QUANTISED = re.compile(
@@ -34,11 +37,6 @@ def is_quantised(name: str) -> bool:
     return _QUANTISED.fullmatch(name) is not None
 
 
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Blocks of a weight [rows, columns]."""
-    return -(-shape[0] // BLOCK), -(-shape[1] // BLOCK)
-
-
 def quantise(weight_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [R, C] in e4m3 and scales [ceil(R / 128), ceil(C / 128)] in float32; a strip of 128 rows at a time."""
     rows, columns = weight_RC.shape
@@ -50,28 +48,26 @@ def quantise(weight_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         amax = column_max.view(-1, BLOCK).amax(1)
         scale = torch.where(amax > 0, amax / LARGEST, torch.ones_like(amax))
         scales[number] = scale
-        codes[number * BLOCK : (number + 1) * BLOCK] = (strip / _over(scale, columns)).to(torch.float8_e4m3fn)
+        codes[number * BLOCK : (number + 1) * BLOCK] = (strip / scale.repeat_interleave(BLOCK)[:columns]).to(torch.float8_e4m3fn)
     return codes, scales
 
 
 def dequantise(codes_RC: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, first_row: int = 0) -> torch.Tensor:
-    """Codes times their blocks' scales, computed in float32 and rounded once to `dtype`; [R, C].
+    """Codes times their blocks' scales, computed in float32 a strip at a time and rounded once to `dtype`; [R, C].
 
-    `first_row`: row of the whole weight at which `codes_RC` begins.
+    Args:
+        scales: of the whole weight.
+        first_row: row of the whole weight at which `codes_RC` begins.
     """
     out = torch.empty(codes_RC.shape, dtype=dtype)
     at = 0
     while at < codes_RC.shape[0]:
         number = (first_row + at) // BLOCK
         stop = min(codes_RC.shape[0], (number + 1) * BLOCK - first_row)
-        out[at:stop] = codes_RC[at:stop].float() * _over(scales[number].float(), codes_RC.shape[1])
+        strip = scales[number : number + 1].float()
+        out[at:stop] = hf_folder.dequantise(codes_RC[at:stop], strip, first_row + at - number * BLOCK)
         at = stop
     return out
-
-
-def _over(scale: torch.Tensor, columns: int) -> torch.Tensor:
-    """The scale of each column."""
-    return scale.repeat_interleave(BLOCK)[:columns]
 
 
 def quantization_config(names: Iterable[str]) -> dict[str, Any]:

@@ -17,11 +17,11 @@ import torch
 from megatron_agentrl.convert import fp8
 from megatron_agentrl.convert.errors import ConvertError
 from megatron_agentrl.convert.keys import Unit, matrix
-from megatron_agentrl.convert.safetensors_io import PIECE, Stored, header, read_rows
+from megatron_agentrl.convert.safetensors_io import PIECE, header, read_rows
 from megatron_agentrl.layout.entries import Source
 from megatron_agentrl.layout.megatron import architecture, copies, fp32_tensors, heads_names, heads_pattern, hf_tensors
 from megatron_agentrl.recipe.weight_files import INDEX, SINGLE
-from megatron_agentrl.trainer.hf_headers import differences, locate, some
+from megatron_agentrl.trainer.hf_headers import differences, locate, some, without_scales
 from megatron_agentrl.trainer.weights_io import read_config
 
 _PICKLED = ("pytorch_model*.bin", "consolidated*.pth", "*.bin", "*.pth", "*.pt", "*.ckpt")
@@ -41,10 +41,12 @@ class HfSource:
         self.config = read_config(folder)
         table = architecture(self.config)
         aliases = dict(table.ALIASES)
-        places = locate(folder, aliases)
-        headers = {file: header(folder / file) for file in {place.file for place in places.values()}}
+        found = locate(folder, aliases)
+        headers = {file: header(folder / file) for file in {place.file for place in found.values()}}
+        places, scales = without_scales(folder, found)
         self.stored = {name: headers[place.file][place.name] for name, place in places.items()}
-        self.scales = self._take_scales()
+        self.scales = {name: headers[place.file][place.name] for name, place in scales.items()}
+        self._check_types()
         self.heads = self._has_heads()
         shapes = {name: stored.shape for name, stored in self.stored.items()}
         if problems := differences(self.config, shapes, self.heads):
@@ -56,38 +58,20 @@ class HfSource:
         self._fp32 = fp32_tensors(self.config, self.heads)
         self._check_copies()
 
-    def _take_scales(self) -> dict[str, Stored]:
-        """Scales of FP8 weights, out of the other tensors. Each has its weight and each FP8 weight its scale."""
+    def _check_types(self) -> None:
+        """FP8 only in blocks of 128 x 128 with their scales, and no type that is no number of a model."""
         kind = fp8.block_scaled(self.config)
         if isinstance(kind, str):
             raise ConvertError(
                 f"{self.folder}: config.json has quantization_config with {kind}; expected none, or fp8 with "
                 "weight_block_size [128, 128]: use the model's unquantised checkpoint"
             )
-        found = {}
-        for name in [name for name in self.stored if name.endswith(".weight" + fp8.SUFFIX)]:
-            weight = name.removesuffix(fp8.SUFFIX)
-            scale = self.stored.pop(name)
-            if weight not in self.stored:
-                raise ConvertError(f"{self.folder}: {name} has no {weight} that it scales; copy the folder again")
-            expected = fp8.scale_shape(self.stored[weight].shape)
-            if scale.shape != expected:
-                raise ConvertError(
-                    f"{self.folder}: {name} has shape {scale.shape}, expected {expected} for {weight} "
-                    f"{self.stored[weight].shape}; copy the folder again"
-                )
-            found[weight] = scale
         for name, stored in self.stored.items():
-            if stored.dtype is torch.float8_e4m3fn and name not in found:
-                raise ConvertError(
-                    f"{self.folder}: {name} is float8 e4m3 without {name}{fp8.SUFFIX}; copy the folder again"
-                )
             if not stored.dtype.is_floating_point or stored.dtype is torch.float8_e5m2:
                 raise ConvertError(
                     f"{self.folder}: {name} has the type {stored.dtype}, expected a floating type or float8 e4m3 with "
                     "block scales; use the model's unquantised checkpoint"
                 )
-        return found
 
     def _has_heads(self) -> bool:
         """Whether any tensor of the prediction heads is there (all are then asked for)."""

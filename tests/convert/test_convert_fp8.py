@@ -102,10 +102,10 @@ def test_a_scale_that_is_missing_or_of_another_shape_is_refused(blockwise, tmp_p
 
     name = "model.layers.0.self_attn.o_proj.weight"
     for change, words in (
-        (lambda found: found.pop(name + "_scale_inv"), f"{name} is float8 e4m3 without {name}_scale_inv"),
+        (lambda found: found.pop(name + "_scale_inv"), f"{name} is F8_E4M3 without {name}_scale_inv"),
         (
             lambda found: found.update({name + "_scale_inv": torch.ones(2, 1)}),
-            f"{name}_scale_inv has shape (2, 1), expected (1, 1) for {name} (96, 96)",
+            f"{name}_scale_inv is F32 (2, 1), expected F32 (1, 1) for a weight of (96, 96)",
         ),
     ):
         broken = tmp_path / "broken"
