@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_agentrl.launch.endpoints import free_ports
 from megatron_agentrl.recipe.schema import Optimizer, Recipe, Topology
 from megatron_agentrl.recipe.topology_rules import topology_problems
 
@@ -113,7 +113,7 @@ def measure(repeat: int) -> list[dict[str, Any]]:
 
 def start(folder: Path, world: int, names: list[str], repeat: int) -> dict[str, dict[str, Any]]:
     """Run `names` one after the other in one set of processes; medians of the slowest rank, CPU seconds of all."""
-    ports = [f"{name}={port}" for name, port in zip(names, free_ports(len(names)), strict=True)]
+    ports = [f"{name}={port}" for name, port in zip(names, free_ports("127.0.0.1", len(names)), strict=True)]
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.train_step", "--repeat", str(repeat), "--worker", str(folder), *ports]  # fmt: skip
     env = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     started = [
@@ -140,16 +140,6 @@ def start(folder: Path, world: int, names: list[str], repeat: int) -> dict[str, 
             "loss": ranks[0]["loss"],
         }
     return found
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
-    for one in held:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

@@ -12,7 +12,6 @@ import fnmatch
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_agentrl.launch.endpoints import free_ports
 from megatron_agentrl.recipe.leaves import leaves
 from megatron_agentrl.recipe.precision_rules import FP8_LIMITS, compute_capability, transformer_engine_missing
 from megatron_agentrl.recipe.schema import Fp8Recipe
@@ -165,7 +165,8 @@ def run(wanted: list[Check], folder: Path, *, on_cpu: bool, deadline: float) -> 
 
 def _start(left: list[Check], world: int, folder: Path, *, on_cpu: bool, deadline: float) -> list[Row]:
     """Start `world` ranks on these checks. Rows of those that came to an end; the one that killed the ranks is failed."""
-    ports = _free_ports(len(left))
+    # One rendezvous for each check: a port is not free again the moment its process group ended.
+    ports = free_ports("127.0.0.1", len(left))
     plan = [asdict(check) | {"port": port} for check, port in zip(left, ports, strict=True)]
     (folder / "plan.json").write_text(json.dumps(plan))
     print(f"{len(left)} checks on {world} process(es) ...", file=sys.stderr, flush=True)
@@ -203,17 +204,6 @@ def _start(left: list[Check], world: int, folder: Path, *, on_cpu: bool, deadlin
         reason = f"no answer within {deadline:.0f} s a check" if late else told[-1][:200]
         done.append(Row(left[len(done)].name, "failed", reason=reason))
     return done
-
-
-def _free_ports(count: int) -> list[int]:
-    """One rendezvous for each check: a port is not free again the moment its process group ended."""
-    held = [socket.socket() for _ in range(count)]
-    for each in held:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
-    return ports
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], until: float) -> bool:

@@ -15,6 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FILE_NAME = "endpoints.json"
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+#: Below, services have their well-known ports.
+_FIRST = 10000
+#: Ports that are tried before the system is asked for any.
+_TRIES = 100
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ def choose(host: str, replicas: int, coordinator: int = 0, gateway: int = 0, eng
     engines = [engine + i if engine else 0 for i in range(replicas)]
     wanted = [coordinator, gateway, *engines, *[0] * (1 + replicas)]
     with ExitStack() as held:  # all are held until all are known, so no port is chosen twice
-        ports = [held.enter_context(bind(host, port)).getsockname()[1] for port in wanted]
+        bound = [held.enter_context(bind(host, port)) if port else None for port in wanted]
+        ports = [(each or held.enter_context(_bind_free(host))).getsockname()[1] for each in bound]
     urls = [f"http://{host}:{port}" for port in ports[: 2 + replicas]]
     return Endpoints(
         token=secrets.token_urlsafe(32),
@@ -76,6 +82,42 @@ def choose(host: str, replicas: int, coordinator: int = 0, gateway: int = 0, eng
         trainer_master=f"{host}:{ports[2 + replicas]}",
         transfer=[f"{host}:{port}" for port in ports[3 + replicas :]],
     )
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Ports that are free now and that the system gives to nobody by itself, all different."""
+    with ExitStack() as held:
+        return [held.enter_context(_bind_free(host)).getsockname()[1] for _ in range(count)]
+
+
+def _bind_free(host: str) -> socket.socket:
+    """A socket on a free port outside of the range from which the system takes the ports of outgoing connections.
+
+    Its owner may come up many seconds after the port was chosen: a port of that range could be anybody's by then.
+    """
+    outside = _outside(*_given_by_the_system())
+    for _ in range(_TRIES if outside else 0):
+        # Without SO_REUSEADDR: two sockets that have it may both be bound to a port on which nobody listens yet.
+        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            bound.bind((host, secrets.choice(outside)))
+        except OSError:  # taken, or lately in use: another one
+            bound.close()
+            continue
+        return bound
+    return bind(host, 0)
+
+
+def _outside(low: int, high: int) -> range:
+    """The larger part of the unprivileged ports that lies below or above [low, high]."""
+    return max(range(_FIRST, low), range(high + 1, 65536), key=len)
+
+
+def _given_by_the_system() -> tuple[int, int]:
+    if not _RANGE.is_file():
+        return 32768, 60999  # Linux's own default
+    low, high = map(int, _RANGE.read_text().split())
+    return low, high
 
 
 def bind(host: str, port: int) -> socket.socket:

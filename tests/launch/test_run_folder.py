@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_agentrl.launch.endpoints import Endpoints, bind, choose, host_of, port_of
+from megatron_agentrl.launch.endpoints import Endpoints, bind, choose, free_ports, host_of, port_of
 from megatron_agentrl.launch.run_folder import locked, newest_checkpoint, prepare
 from megatron_agentrl.recipe.errors import RecipeError
 from megatron_agentrl.recipe.load import load_resolved
@@ -149,6 +149,14 @@ def test_chosen_ports_differ_and_given_ones_are_kept():
     assert len(set(ports)) == 2 + 3 + 1 + 3
     assert host_of(endpoints.gateway) == "127.0.0.1"
     assert len(endpoints.token) >= 32
+
+
+def test_free_ports_are_none_that_the_system_gives_to_outgoing_connections():
+    """The engine listens half a minute after its port was chosen."""
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = free_ports("127.0.0.1", 40)
+    assert len(set(ports)) == 40
+    assert all(10000 <= port < low or high < port < 65536 for port in ports)
 
 
 def test_a_taken_port_is_named():
