@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_agentrl.launch.endpoints import Endpoints, bind
+from megatron_agentrl.launch.endpoints import Endpoints, bind, free_ports
 from megatron_agentrl.launch.supervisor import Role, run
 from megatron_agentrl.recipe.schema import Recipe
 
@@ -27,8 +27,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port() -> int:
-    with bind("127.0.0.1", 0) as probe:
-        return probe.getsockname()[1]
+    return free_ports("127.0.0.1", 1)[0]
 
 
 def part(name: str, *args: object, **fields: object) -> Role:

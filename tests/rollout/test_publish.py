@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 import torch
 from scripted_engine import TOKEN, ScriptedEngine, mean, score
 
+from megatron_agentrl.launch.endpoints import free_ports
 from megatron_agentrl.rollout.weights_client import VllmEngine
 from megatron_agentrl.weights.engine import EngineError, Staging
 from megatron_agentrl.weights.manifest import Manifest, TensorInfo
@@ -249,9 +249,7 @@ def test_an_engine_that_restarted_gets_a_new_channel(one):
 
 @pytest.fixture
 def killable(stack):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports("127.0.0.1", 1)
     script = Path(__file__).parent / "scripted_engine.py"
     process = subprocess.Popen(
         [sys.executable, str(script), str(port)], env=os.environ | {"PYTHONPATH": ":".join(sys.path)}

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import time
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, Versions, nemotron_h_moe, qwen3_moe_tied
 
+from megatron_agentrl.launch.endpoints import free_ports
 from megatron_agentrl.rollout.client import EngineError, VllmClient
 from megatron_agentrl.rollout.engine import EngineSpec, start
 from megatron_agentrl.rollout.weights_client import VllmEngine
@@ -69,9 +69,7 @@ class Running:
 
 @contextmanager
 def running(name, versions, folder, extra_path=""):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports("127.0.0.1", 1)
     spec = EngineSpec(
         name, versions.folder(0), "127.0.0.1", port, max_length=768, max_num_seqs=16, kv_cache_bytes=1 << 28
     )
