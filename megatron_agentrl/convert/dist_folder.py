@@ -31,10 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_agentrl.convert.errors import ConvertError
+from megatron_agentrl.trainer.complete import MARK, IncompleteCheckpoint, check
 from megatron_agentrl.trainer.torch_metadata import METADATA, PoisonedMetadata, StoredChunk, StoredTensor, read_metadata
 
-#: The trainer's (`trainer.checkpoint`), which brings megatron-core; a test holds them equal.
-MARK, FORMAT = "complete.json", 1
 #: What megatron-core reads first: the format's name and version, and the objects that are no tensors (none).
 _FORMAT_FILE, _FORMAT_NAME = "metadata.json", {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON = "common_state/shard_0_1"
@@ -113,13 +112,6 @@ class _Out:
         """Nothing is held back."""
 
 
-def write_mark(folder: Path, world: int, facts: Mapping[str, Any]) -> None:
-    """Declare the folder complete: every file with its size. `facts` go into the mark."""
-    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    mark = {"format": FORMAT, "world": world, "step": 0, "optimizer_step": 0, **facts, "files": files}
-    (folder / MARK).write_text(json.dumps(mark, indent=1))
-
-
 def is_dist(folder: Path) -> bool:
     """Whether the folder is, or was meant to be, a distributed checkpoint."""
     return (folder / METADATA).is_file() or (folder / MARK).is_file()
@@ -134,10 +126,10 @@ class DistReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.mark = _checked_mark(folder)
         try:
+            self.mark = check(folder)
             self.tensors: dict[str, StoredTensor] = read_metadata(folder)
-        except (PoisonedMetadata, OSError) as error:
+        except (IncompleteCheckpoint, PoisonedMetadata, OSError) as error:
             raise ConvertError(str(error)) from error
         sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
         for key, tensor in self.tensors.items():
@@ -197,22 +189,3 @@ class _Section(io.RawIOBase):
         count = self._file.readinto(view)
         self._at += count
         return count
-
-
-def _checked_mark(folder: Path) -> dict[str, Any]:
-    path = folder / MARK
-    if not path.is_file():
-        raise ConvertError(f"{folder}: no {MARK}, the checkpoint was not completed; use another one")
-    try:
-        mark = json.loads(path.read_text())
-        files, found = mark["files"].items(), mark["format"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConvertError(f"{folder}: {MARK} is damaged ({error!r}); use another checkpoint") from error
-    if found != FORMAT:
-        raise ConvertError(f"{folder}: format {found!r}, expected {FORMAT}; convert it with the version that wrote it")
-    for name, size in files:
-        now = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if now != size:
-            what = "is missing" if now is None else f"has {now} bytes"
-            raise ConvertError(f"{folder}: {name} {what}, {size} bytes were written; copy the checkpoint again")
-    return mark

@@ -48,7 +48,9 @@ def quantise(weight_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         amax = column_max.view(-1, BLOCK).amax(1)
         scale = torch.where(amax > 0, amax / LARGEST, torch.ones_like(amax))
         scales[number] = scale
-        codes[number * BLOCK : (number + 1) * BLOCK] = (strip / scale.repeat_interleave(BLOCK)[:columns]).to(torch.float8_e4m3fn)
+        codes[number * BLOCK : (number + 1) * BLOCK] = (strip / scale.repeat_interleave(BLOCK)[:columns]).to(
+            torch.float8_e4m3fn
+        )
     return codes, scales
 
 

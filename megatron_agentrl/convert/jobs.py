@@ -19,6 +19,7 @@ from typing import TypeVar
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_agentrl.convert.errors import ConvertError
+from megatron_agentrl.trainer.complete import publish
 
 T = TypeVar("T")
 #: Memory that pieces in work may take together: this many times the largest, and at least FLOOR bytes.
@@ -135,14 +136,7 @@ def target(final: Path, replace: bool = False) -> Iterator[Path]:
         for path in tmp.iterdir():  # what a killed run left
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         yield tmp
-        _sync(tmp)
-        older = final.with_name(f"{final.name}.replaced.tmp")
-        shutil.rmtree(older, ignore_errors=True)
-        if final.exists():
-            final.rename(older)
-        tmp.rename(final)
-        _fsync(final.parent)
-        shutil.rmtree(older, ignore_errors=True)
+        publish(tmp, final)
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
@@ -159,16 +153,3 @@ def _lock(tmp: Path) -> int:
         os.close(handle)
         raise ConvertError(f"{tmp} is being written by another run; wait for it, or choose another name") from error
     return handle
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_agentrl.convert import jobs
-from megatron_agentrl.convert.dist_folder import DistWriter, write_mark
+from megatron_agentrl.convert.dist_folder import DistWriter
 from megatron_agentrl.convert.errors import ConvertError
 from megatron_agentrl.convert.hf_source import HfSource
 from megatron_agentrl.convert.keys import Chunk, Part, Unit, chunks, source_rows, units
@@ -20,6 +20,7 @@ from megatron_agentrl.convert.origin import keep_origin
 from megatron_agentrl.layout.megatron import Grid, layer_pattern, split_layers
 from megatron_agentrl.recipe.schema import Topology
 from megatron_agentrl.recipe.topology_rules import topology_problems
+from megatron_agentrl.trainer.complete import write_mark
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def hf_to_megatron(
         writer.finish()
         keep_origin(hf, folder / "hf", set() if mtp else hf.head_names())
         layout = {"world": grid.world, "tp": grid.tp, "pp": grid.pp, "cp": 1, "ep": grid.ep, "etp": grid.etp}
-        write_mark(folder, grid.world, {"layout": layout, "vpp": cut.vpp, "converted": True})
+        facts = {"world": grid.world, "step": 0, "optimizer_step": 0, "layout": layout, "vpp": cut.vpp}
+        write_mark(folder, facts | {"converted": True})
 
 
 def key_types(hf: HfSource, found: list[Unit]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -14,7 +14,6 @@ sets before each step. Adam's step count and fp16's loss scale stand in the mark
 from __future__ import annotations
 
 import json
-import os
 import queue
 import random
 import re
@@ -40,15 +39,11 @@ from megatron.core.utils import unwrap_model
 
 from megatron_agentrl.trainer import loss_scale, optimizer_state
 from megatron_agentrl.trainer.checkpoint_match import check_same_model, has_other_type
+from megatron_agentrl.trainer.complete import MARK, IncompleteCheckpoint, check, publish, write_mark
 from megatron_agentrl.trainer.optimizer import parts
 
-FORMAT = 1
-MARK = "complete.json"
+__all__ = ["MARK", "IncompleteCheckpoint", "check"]  # of checkpoints in general: `trainer.complete`
 _STEP = re.compile(r"step_(\d+)")
-
-
-class IncompleteCheckpoint(RuntimeError):
-    """The folder is not a complete checkpoint."""
 
 
 class Newest(NamedTuple):
@@ -152,7 +147,8 @@ def finish(started: Started) -> Path:
     for finalize in started.request.finalize_fns:
         finalize()
     if dist.get_rank() == 0:
-        _complete(started.tmp, started.final, started.facts)
+        write_mark(started.tmp, {"world": dist.get_world_size(), **started.facts})
+        publish(started.tmp, started.final)
     dist.barrier()
     return started.final
 
@@ -241,30 +237,6 @@ def load_weights(folder: Path, models: list[Any]) -> None:
     _put_model(models, dist_checkpointing.load(state, str(folder)))
 
 
-def check(folder: Path) -> dict[str, Any]:
-    """Return the mark of a complete checkpoint.
-
-    Raises:
-        IncompleteCheckpoint: naming what is missing.
-    """
-    mark_file = folder / MARK
-    if not mark_file.is_file():
-        raise IncompleteCheckpoint(f"{folder}: no {MARK}; the save did not finish. Use an older checkpoint")
-    try:
-        mark = json.loads(mark_file.read_text())
-        found = mark["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise IncompleteCheckpoint(f"{folder}: {MARK} is damaged ({error!r}). Use an older checkpoint") from error
-    if found != FORMAT:
-        raise IncompleteCheckpoint(f"{folder}: format {found!r}, this program reads {FORMAT}")
-    for name, size in mark["files"].items():
-        bytes_now = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if bytes_now != size:
-            what = "is missing" if bytes_now is None else f"has {bytes_now} bytes"
-            raise IncompleteCheckpoint(f"{folder}: {name} {what}, {size} bytes were written")
-    return mark
-
-
 def newest(folder: Path) -> Newest:
     """The complete checkpoint of the highest step (compared as numbers), with the reason for each folder skipped."""
     steps: list[tuple[int, Path]] = []
@@ -320,32 +292,6 @@ def _whole(folder: Path) -> bool:
     except IncompleteCheckpoint:
         return False
     return True
-
-
-def _complete(tmp: Path, final: Path, facts: dict[str, Any]) -> None:
-    """Write the mark and give the folder its final name; both are on disk when this returns."""
-    files = {str(path.relative_to(tmp)): path.stat().st_size for path in sorted(tmp.rglob("*")) if path.is_file()}
-    for name in files:
-        _sync(tmp / name)
-    mark = {"format": FORMAT, "world": dist.get_world_size(), **facts, "files": files}
-    (tmp / MARK).write_text(json.dumps(mark, indent=1))
-    _sync(tmp / MARK)
-    _sync(tmp)
-    replaced = final.with_name(f"{final.name}.replaced.tmp")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        final.rename(replaced)
-    tmp.rename(final)
-    _sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _copy_host_tensors(state: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ Knows files and indexes, nothing of models or parallel layouts.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from megatron_agentrl.layout.boxes import matrix_shape
 from megatron_agentrl.layout.fp8 import BLOCK, blocks
 from megatron_agentrl.recipe.weight_files import INDEX, SINGLE, WeightsError
+from megatron_agentrl.trainer.complete import publish
 from megatron_agentrl.trainer.hf_headers import locate, without_scales
 
 #: Where transformers saves a tokenizer's chat templates beyond the first.
@@ -135,7 +135,7 @@ def write_folder(
         if not _write_shards(partial, claiming(), shard_bytes, folder):
             return False
         copy_side_files(source_folder, partial, config_changes())
-        _publish(partial, folder)
+        publish(partial, folder, aside=".{}.older")
     except BaseException:
         if writes:  # the folder of another rank is not this one's to remove
             shutil.rmtree(partial, ignore_errors=True)
@@ -203,17 +203,3 @@ def copy_side_files(source: Path, target: Path, config_changes: Mapping[str, Any
     if config_changes:
         config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(config_changes)
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _publish(partial: Path, folder: Path) -> None:
-    """Make `partial` durable and give it its name; a folder that had the name goes away afterwards."""
-    for path in [*partial.rglob("*"), partial]:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-    older = folder.parent / f".{folder.name}.older"
-    shutil.rmtree(older, ignore_errors=True)
-    if folder.exists():
-        folder.rename(older)
-    partial.rename(folder)
-    shutil.rmtree(older, ignore_errors=True)

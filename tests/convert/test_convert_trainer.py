@@ -75,13 +75,6 @@ def test_the_trainer_refuses_another_vocabulary_and_a_poisoned_table(tiny, tmp_p
         checkpoint.load_weights(tmp_path / "m", chunks)
 
 
-def test_the_mark_is_the_trainers():
-    from megatron_agentrl.convert import dist_folder
-    from megatron_agentrl.trainer import checkpoint
-
-    assert (dist_folder.MARK, dist_folder.FORMAT) == (checkpoint.MARK, checkpoint.FORMAT)
-
-
 def test_the_trainer_loads_it_at_every_topology_and_its_own_save_comes_back(tiny, tmp_path):
     """TP2, PP2, EP2, TP2 x EP2 from checkpoints cut otherwise; then what the trainer saved there, as a folder again."""
     import processes
