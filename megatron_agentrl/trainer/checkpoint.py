@@ -40,7 +40,7 @@ from megatron.core.utils import unwrap_model
 from megatron_agentrl.trainer import loss_scale, optimizer_state
 from megatron_agentrl.trainer.checkpoint_match import check_same_model, has_other_type
 from megatron_agentrl.trainer.complete import MARK, IncompleteCheckpoint, check, publish, write_mark
-from megatron_agentrl.trainer.optimizer import parts
+from megatron_agentrl.trainer.optimizer import inner_optimizers, parts
 
 __all__ = ["MARK", "IncompleteCheckpoint", "check"]  # of checkpoints in general: `trainer.complete`
 _STEP = re.compile(r"step_(\d+)")
@@ -117,10 +117,7 @@ def start(
     folder = Path(folder)
     final, tmp = folder / f"step_{step}", folder / f"step_{step}.tmp"
     text = json.dumps(extra, indent=1)  # refused before anything is written
-    if dist.get_rank() == 0:
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
-    dist.barrier()
+    _make_empty(tmp)
     weights = _model_state(models)
     state = dict(weights)
     if optimizer_state.has_moments(optimizer):
@@ -190,8 +187,7 @@ def load(folder: Path, models: list[Any], optimizer: Any) -> dict[str, Any]:
     folder = Path(folder)
     mark = check(folder)
     state = _model_state(models)
-    check_same_model(folder, state)
-    other_type = has_other_type(folder, state)
+    other_type = has_other_type(check_same_model(folder, state), state)
     has_moments = optimizer_state.has_moments(optimizer)
     if has_moments:
         _fill_state(optimizer)
@@ -216,10 +212,7 @@ def save_weights(folder: Path, models: list[Any]) -> Path:
     """Write the weights alone, under exactly this folder name (the KL reference). Collective."""
     folder = Path(folder)
     tmp = folder.with_name(folder.name + ".tmp")
-    if dist.get_rank() == 0:
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
-    dist.barrier()
+    _make_empty(tmp)
     started = Started(tmp, folder, {"step": 0, "optimizer_step": 0}, _request(_model_state(models), tmp))
     started.write()
     return finish(started)
@@ -286,6 +279,14 @@ def prune(folder: Path, keep: int) -> list[Path]:
     return removed
 
 
+def _make_empty(folder: Path) -> None:
+    """For all ranks to write into; what an interrupted save left there goes. Collective."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier()
+
+
 def _whole(folder: Path) -> bool:
     try:
         check(folder)
@@ -342,10 +343,6 @@ def _put_model(models: list[Any], loaded: dict[str, Any]) -> None:
             raise IncompleteCheckpoint(f"model chunk {index}: missing {missing}, unexpected {list(unexpected)}")
 
 
-def _inner(optimizer: Any) -> list[torch.optim.Optimizer]:
-    return [part.optimizer for part in parts(optimizer) if getattr(part, "optimizer", None) is not None]
-
-
 def _fill_state(optimizer: Any) -> None:
     """Give Adam, before its first step, room for the state that is about to be loaded."""
     for part in parts(optimizer):
@@ -364,11 +361,11 @@ def _fill_state(optimizer: Any) -> None:
 
 def _adam_step(optimizer: Any) -> int:
     """How many steps Adam has taken: per parameter in torch, per group in Transformer Engine and apex."""
-    steps = {int(s["step"]) for inner in _inner(optimizer) for s in inner.state.values() if "step" in s}
+    steps = {int(s["step"]) for inner in inner_optimizers(optimizer) for s in inner.state.values() if "step" in s}
     if not steps:
         steps = {
             int(group["step"])
-            for inner in _inner(optimizer)
+            for inner in inner_optimizers(optimizer)
             for group in inner.param_groups
             if group["params"] and "step" in group
         }
@@ -380,7 +377,7 @@ def _adam_step(optimizer: Any) -> int:
 def _set_adam_step(optimizer: Any, step: int) -> None:
     """Set the step count: a tensor of its own per parameter in torch; in Transformer Engine and apex a number of each
     group that has parameters, which is not there before the first step (and without it they would count from 1)."""
-    for inner in _inner(optimizer):
+    for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             if "step" in group or (_distrib.HAVE_APEX_OR_TE and group["params"] and step):
                 group["step"] = step

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from megatron_agentrl.layout.megatron import VOCABULARY_DIVISOR
 from megatron_agentrl.trainer.hf_headers import some
+from megatron_agentrl.trainer.topology import own_device
 from megatron_agentrl.trainer.torch_metadata import StoredTensor, read_metadata
 
 #: Prefix of the optimizer's keys in a checkpoint; the model's have none.
@@ -28,8 +29,8 @@ class OtherModel(ValueError):
     """The checkpoint holds another model than the one it is to be read into."""
 
 
-def check_same_model(folder: Path, state: dict[str, Any]) -> None:
-    """Refuse a checkpoint whose tensors are not those of the model. Collective over all ranks.
+def check_same_model(folder: Path, state: dict[str, Any]) -> dict[str, StoredTensor]:
+    """Refuse a checkpoint whose tensors are not those of the model; returns what it stores of them. Collective.
 
     Args:
         folder: a complete checkpoint.
@@ -53,6 +54,7 @@ def check_same_model(folder: Path, state: dict[str, Any]) -> None:
             f"{folder} is a checkpoint of another model: {some(found, 4)}; resume with the model.path it was trained "
             "from, or start a new run"
         )
+    return stored
 
 
 def _same_shape(stored: StoredTensor, own: ShardedTensor) -> bool:
@@ -68,9 +70,8 @@ def _same_shape(stored: StoredTensor, own: ShardedTensor) -> bool:
     return stored.shape[1:] == shape[1:] and max(low for low, _ in ranges) < min(high for _, high in ranges)
 
 
-def has_other_type(folder: Path, state: dict[str, Any]) -> bool:
-    """Whether a tensor of the model stands in the checkpoint in another type (model.dtype was changed in between)."""
-    stored = read_metadata(folder)
+def has_other_type(stored: dict[str, StoredTensor], state: dict[str, Any]) -> bool:
+    """Whether a tensor of the model stands in its checkpoint in another type (model.dtype was changed in between)."""
     return any(stored[tensor.key].dtype != tensor.dtype for tensor in tensors(state))
 
 
@@ -85,7 +86,6 @@ def tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 def _held_by_none(keys: list[str], own: dict[str, Any]) -> list[str]:
     """Which of `keys` (the same list on every rank) no rank's model holds. One byte a key travels."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    held = torch.tensor([key in own for key in keys], dtype=torch.uint8, device=device)
+    held = torch.tensor([key in own for key in keys], dtype=torch.uint8, device=own_device())
     dist.all_reduce(held, op=dist.ReduceOp.MAX)
     return [key for key, found in zip(keys, held.tolist(), strict=True) if not found]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_agentrl.trainer import checkpoint
+from megatron_agentrl.trainer.topology import own_device
 
 #: Seconds that an ending process gives its writer to stop at the next tensor.
 GRACE = 5.0
@@ -37,10 +38,20 @@ class Saver:
         asynchronous: write in the background.
         keep: newest complete checkpoints to keep; older ones are removed when a new one is complete.
         deadline: seconds that a background write may take, counted from its start.
+        on_complete: called on every rank with each checkpoint that has become complete.
     """
 
-    def __init__(self, folder: Path, *, asynchronous: bool, keep: int, deadline: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        asynchronous: bool,
+        keep: int,
+        deadline: float,
+        on_complete: Callable[[Path], None] = lambda folder: None,
+    ) -> None:
         self._folder, self._asynchronous, self._keep, self._deadline = folder, asynchronous, keep, deadline
+        self._on_complete = on_complete
         self._started: checkpoint.Started | None = None
         self._thread: threading.Thread | None = None
         self._since = 0.0
@@ -118,8 +129,7 @@ class Saver:
     def _unfinished(self) -> list[int]:
         """The ranks that are still writing, the same list on every rank."""
         assert self._thread is not None
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        writing = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
+        writing = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=own_device())
         writing[dist.get_rank()] = self._thread.is_alive()
         dist.all_reduce(writing)
         return writing.nonzero().flatten().tolist()
@@ -135,4 +145,5 @@ class Saver:
             raise
         if dist.get_rank() == 0:
             checkpoint.prune(self._folder, self._keep)
+        self._on_complete(done)
         return done

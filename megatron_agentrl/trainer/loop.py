@@ -163,6 +163,7 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
         asynchronous=recipe.checkpoint.asynchronous,
         keep=recipe.checkpoint.keep,
         deadline=recipe.deadlines.checkpoint,
+        on_complete=lambda folder: t.events.point("checkpoint complete", folder=folder.name),
     )
     frozen = frozen_policies(recipe, t.models, t.hf_config, t.rank, t.checkpoints, resume=resume_at is not None)
     version = resume_at or 0
@@ -187,7 +188,7 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
         t1 = time.perf_counter()
         with t.events.span("train", step=version):
             values = _rl_step(t, optimizer, plan, version, frozen)
-        _note_complete(t, saver.poll())
+        saver.poll()
         if t.rank.is_first:
             t.coordinator.step_done(version, values)  # type: ignore[union-attr]
         t2 = time.perf_counter()
@@ -203,7 +204,7 @@ def reinforce(t: Trainer, resume_at: int | None) -> int:
         if recipe.eval.every and version % recipe.eval.every == 0 and version < recipe.train.steps:
             evaluate(t, "during", version)
     save_checkpoint(t, saver, optimizer, version)
-    _note_complete(t, saver.wait())  # not lost to an evaluation that fails
+    saver.wait()  # not lost to an evaluation that fails
     evaluate(t, "after", version)
     return version
 
@@ -372,13 +373,7 @@ def save_checkpoint(t: Trainer, saver: Saver, optimizer: Any, version: int) -> N
             if coordinator is not None:
                 coordinator.checkpoint(version, str(folder))
 
-        _note_complete(t, saver.wait())
-        _note_complete(t, saver.save(t.models, optimizer, version, {"version": version}, before_complete=snapshot))
-
-
-def _note_complete(t: Trainer, folder: Path | None) -> None:
-    if folder is not None:
-        t.events.point("checkpoint complete", folder=folder.name)
+        saver.save(t.models, optimizer, version, {"version": version}, before_complete=snapshot)
 
 
 def export(t: Trainer, folder: Path) -> None:

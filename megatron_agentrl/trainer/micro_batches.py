@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_agentrl.trainer.batch import MicroBatch
+from megatron_agentrl.trainer.topology import own_device
 
 
 def empty() -> MicroBatch:
@@ -40,9 +41,8 @@ def _of_one_shape(batches: list[MicroBatch]) -> list[MicroBatch]:
     """Each micro-batch padded to the largest [B, T] that a data-parallel rank has for it; over a pipeline, all of
     them to the largest of all, because megatron-core then agrees on one shape for the whole step."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     shapes = torch.tensor([[max(1, batch.ids_BT.shape[0]), max(2, batch.ids_BT.shape[1])] for batch in batches])
-    shapes = shapes.to(device)
+    shapes = shapes.to(own_device())
     dist.all_reduce(shapes, dist.ReduceOp.MAX, group=group)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         shapes = shapes.amax(dim=0, keepdim=True).expand_as(shapes)

@@ -198,6 +198,11 @@ def parts(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
+def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """torch's (or Transformer Engine's) own inside `parts`; a rank may hold no parameter of a part, which then has none."""
+    return [part.optimizer for part in parts(optimizer) if getattr(part, "optimizer", None) is not None]
+
+
 def _complete(part: Any) -> None:
     """Fill a gap of megatron-core 0.19.2 that shows when the optimizer's state is saved or loaded."""
     if isinstance(part, _distrib.DistributedOptimizer):

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_agentrl.trainer.optimizer import parts
+from megatron_agentrl.trainer.optimizer import inner_optimizers, parts
 
 #: What is kept for a parameter: its float32 weights and both moments.
 KINDS = ("param", "exp_avg", "exp_avg_sq")
@@ -53,7 +53,7 @@ class _Whole:
 
 def has_moments(optimizer: Any) -> bool:
     """Whether there is state to keep: plain SGD on float32 weights has none."""
-    inner = [part.optimizer for part in parts(optimizer) if getattr(part, "optimizer", None) is not None]
+    inner = inner_optimizers(optimizer)
     return bool(inner) and not isinstance(inner[0], torch.optim.SGD)
 
 

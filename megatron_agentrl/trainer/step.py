@@ -31,6 +31,7 @@ from megatron_agentrl.trainer.mtp import head_count, heads_grad_norm, heads_loss
 from megatron_agentrl.trainer.optimizer import apply_prepared, parts, routers, set_learning_rate
 from megatron_agentrl.trainer.precision import token_multiple
 from megatron_agentrl.trainer.sequence_layout import SequenceLayout, lay_out
+from megatron_agentrl.trainer.topology import own_device
 
 #: (logprobs_BT, micro-batch) -> (loss summed over trained tokens, metrics summed over them).
 #: logprobs_BT[b, t] is the logprob of ids_BT[b, t]; column 0 is 0 and must be masked.
@@ -154,7 +155,7 @@ def _run(models: list[Any], batches: list[MicroBatch], forward_step: Any, *, tra
 
 
 def _check_counts(batches: list[MicroBatch]) -> None:
-    counts = torch.tensor([len(batches), -len(batches)], device=_device())
+    counts = torch.tensor([len(batches), -len(batches)], device=own_device())
     dist.all_reduce(counts, dist.ReduceOp.MAX)
     most, least = int(counts[0]), -int(counts[1])
     if most != least or most == 0:
@@ -162,10 +163,6 @@ def _check_counts(batches: list[MicroBatch]) -> None:
             f"ranks bring between {least} and {most} micro-batches (this one {len(batches)}); "
             f"each needs the same number, at least one: fill up with empty ones"
         )
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 #: Metrics under this prefix are reduced by maximum, all others by sum.
@@ -232,7 +229,7 @@ def train_step(
     if not tokens > 0:
         raise ValueError(f"step {step}: tokens={tokens}; a step needs at least one trained token")
     _check_counts(batches)
-    config, device = get_model_config(models[0]), _device()
+    config, device = get_model_config(models[0]), own_device()
 
     def loss_of(
         batch: MicroBatch,
@@ -343,7 +340,7 @@ def forward_logprobs(
         ValueError: the ranks disagree on the number of micro-batches.
     """
     _check_counts(batches)
-    device = _device()
+    device = own_device()
 
     def keep(layout: SequenceLayout, logits: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
         return _logprobs(logits, layout, temperature, models[0])[0].cpu()

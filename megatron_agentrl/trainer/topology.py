@@ -105,6 +105,11 @@ def init(topology: Topology, seed: int, timeout: float = 300.0) -> Rank:
     return make_groups(topology, seed, device, distributed_timeout_minutes=max(1, round(timeout / 60)))
 
 
+def own_device() -> torch.device:
+    """This process's GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def make_groups(topology: Topology, seed: int, device: str = "cpu", **settings: Any) -> Rank:
     """megatron-core's parallel state over the world that is there, real or simulated; `settings` are its own."""
     parallel_state.initialize_model_parallel(
